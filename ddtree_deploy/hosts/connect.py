@@ -1,0 +1,35 @@
+"""Choose the connector of a host."""
+
+from __future__ import annotations
+
+import shutil
+
+from ddtree_deploy.errors import UsageProblem
+from ddtree_deploy.hosts.base import Connector, Host
+
+TRANSPORTS = ("local", "openssh", "fabric")
+
+
+def connector(host: Host) -> Connector:
+    """Return the connector of `host`: the system's `ssh` where it exists, unless the host asks for fabric.
+
+    Raises UsageProblem for a transport or hop that this version does not know.
+    """
+    if host.via:
+        raise UsageProblem(f"`{host.name}` is behind `{host.via}`: this version has no such hop")
+    if host.transport == "local":
+        from ddtree_deploy.hosts.local import LocalConnector
+
+        return LocalConnector(host)
+    if host.transport not in TRANSPORTS:
+        raise UsageProblem(
+            f"unknown transport of `{host.name}`: `{host.transport}`", mend="use openssh, fabric or local"
+        )
+    if host.transport == "fabric" or shutil.which("ssh") is None:
+        # Here and not above: paramiko takes 0.3 s to import.
+        from ddtree_deploy.hosts.fabric_ssh import FabricConnector
+
+        return FabricConnector(host)
+    from ddtree_deploy.hosts.openssh import OpenSshConnector
+
+    return OpenSshConnector(host)
