@@ -1,0 +1,172 @@
+"""Serve requests on stdin/stdout until the pipe ends; the end of the pipe, or silence past the lease, aborts the work."""
+
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+
+from ddtree_deploy.agent import frames, reads, writes
+from ddtree_deploy.agent.failure import Failure
+from ddtree_deploy.agent.paths import HostilePath
+
+LEASE = 60.0
+
+
+class Session:
+    """One connection: what the handlers share (how to answer, whether to stop, what this process has open)."""
+
+    def __init__(self, fd_in, fd_out, read_only, zip_fd):
+        self.reader = frames.Reader(fd_in)
+        self.fd_out = fd_out
+        self.read_only = read_only
+        self.zip_fd = zip_fd
+        self.push = None  # the open push of this connection: writes.Push
+        self.current = None
+        self.last_heard = time.monotonic()
+        self._aborted = threading.Event()
+        self._out = threading.Lock()
+        self._last_progress = 0.0
+
+    def aborted(self):
+        return self._aborted.is_set()
+
+    def abort(self):
+        self._aborted.set()
+
+    def wait_aborted(self, seconds):
+        return self._aborted.wait(seconds)
+
+    def send(self, header, *payload):
+        """Write one frame; a dead peer aborts the session instead of raising."""
+        size = sum(len(part) for part in payload)
+        with self._out:
+            try:
+                frames.write_all(self.fd_out, frames.encode(header, size), *payload)
+            except OSError:
+                self.abort()
+
+    def begin_frame(self, header, size):
+        """Write a frame's head and return the descriptor for its payload; the caller holds `out_lock()`."""
+        frames.write_all(self.fd_out, frames.encode(header, size))
+        return self.fd_out
+
+    def out_lock(self):
+        return self._out
+
+    def progress(self, what, done, total, unit="bytes", item=""):
+        """Tell how far the current request is, at most ten times a second."""
+        now = time.monotonic()
+        if now - self._last_progress >= 0.1 or done >= total:
+            self._last_progress = now
+            self.send({"re": self.current, "progress": [what, done, total, unit, os.fsencode(item).decode("utf-8", "replace")]})
+
+
+HANDLERS = {**reads.HANDLERS, **writes.HANDLERS}
+
+
+def _failure(error):
+    if isinstance(error, Failure):
+        return {"kind": error.kind, "message": error.message, "mend": error.mend, "causes": error.causes}
+    if isinstance(error, HostilePath):
+        return {"kind": "integrity", "message": str(error)}
+    if isinstance(error, OSError) and error.errno in (28, 122):  # ENOSPC, EDQUOT
+        return {"kind": "no-space", "message": "no space left on the host: %s" % error}
+    if isinstance(error, OSError) and error.errno in (5, 30):  # EIO, EROFS
+        return {"kind": "io", "message": "an I/O error on the host: %s" % error}
+    if isinstance(error, PermissionError):
+        return {"kind": "io", "message": "no permission on the host: %s" % error,
+                "mend": "connect as the owner of the venv, or as root"}
+    if isinstance(error, frames.ProtocolError):
+        return {"kind": "integrity", "message": str(error)}
+    return {"kind": "internal", "message": "%s: %s" % (type(error).__name__, error),
+            "causes": traceback.format_exc().splitlines()[-8:]}
+
+
+def _work(session, requests):
+    while True:
+        request = requests.get()
+        if request is None:
+            return
+        header, payload = request
+        session.current = header.get("id")
+        try:
+            name = header.get("op")
+            handler = HANDLERS.get(name)
+            if handler is None:
+                raise Failure("internal", "the agent does not know the request %r" % (name,))
+            if session.read_only and name in writes.HANDLERS:
+                raise Failure("usage", "the agent was started read-only and refuses `%s`" % name)
+            value = frames.unpack(header, payload) if "sha256" in header else None
+            result = handler(session, header, value)
+            fields, body = ({}, b"") if "_big" not in result else frames.pack(result.pop("_big"))
+            session.send({"re": session.current, "ok": True, **result, **fields}, body)
+        except BaseException as error:  # the connection must answer every request, also a failed one
+            session.send({"re": session.current, "ok": False, "error": _failure(error)})
+
+
+def _watch(session, lease):
+    while not session.wait_aborted(1.0):
+        if time.monotonic() - session.last_heard > lease:
+            session.abort()
+    # The worker gets the time to undo its step; a step that hangs does not keep the host's lock for ever.
+    time.sleep(20)
+    os._exit(3)
+
+
+def serve(fd_in, fd_out, read_only=False, zip_fd=-1, lease=LEASE):
+    """Answer requests until end of input; returns the exit status."""
+    session = Session(fd_in, fd_out, read_only, zip_fd)
+    requests = queue.SimpleQueue()
+    worker = threading.Thread(target=_work, args=(session, requests), daemon=True)
+    worker.start()
+    threading.Thread(target=_watch, args=(session, lease), daemon=True).start()
+    status = 0
+    try:
+        while not session.aborted():
+            header, _size = session.reader.header()
+            session.last_heard = time.monotonic()
+            op = header.get("op")
+            if op == "objects":
+                writes.receive(session, header)
+            elif op == "ping":
+                session.reader.take(0)
+                session.send({"pong": True})
+            elif op == "cancel":
+                session.reader.take(0)
+                session.abort()
+            else:
+                requests.put((header, session.reader.take()))
+    except frames.Closed:
+        pass
+    except (frames.ProtocolError, HostilePath, Failure) as error:
+        session.send({"re": None, "ok": False, "error": _failure(error)})
+        status = 2
+    except OSError as error:
+        session.send({"re": None, "ok": False, "error": _failure(error)})
+        status = 2
+    # No more requests will come. What is queued is still done, unless the work was cancelled or the line went dead.
+    session.abort()
+    requests.put(None)
+    worker.join(timeout=15)
+    writes.close(session)
+    return status
+
+
+def main(zip_fd=-1):
+    """Run the agent on this process's stdin and stdout (argv: `rw` or `ro`)."""
+    read_only = "rw" not in sys.argv[1:]
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    # stdin and stdout are the wire: a stray print of a child must not reach it.
+    fd_in, fd_out = os.dup(0), os.dup(1)
+    os.set_inheritable(fd_in, False)
+    os.set_inheritable(fd_out, False)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    os.close(null)
+    os.umask(0o022)
+    frames.write_all(fd_out, frames.encode({"hello": reads.hello()}))
+    sys.exit(serve(fd_in, fd_out, read_only, zip_fd))

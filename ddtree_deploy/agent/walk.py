@@ -1,0 +1,141 @@
+"""Walk a tree by stat, hash its files, and remember digests by (dev, ino, size, mtime_ns, ctime_ns)."""
+
+import hashlib
+import os
+import queue
+import stat
+import threading
+import time
+
+from ddtree_deploy.agent.paths import HostilePath, Tree
+
+#: A digest is only remembered for a file that was last touched this long before it was looked at (git's racily-clean rule).
+RACY_NS = 1_000_000_000
+SKIPPED_DIRS = frozenset(["__pycache__"])
+
+
+def walk(root):
+    """Return the entries below `root`, sorted by path: `(path, kind, mode, size, dev, ino, mtime_ns, ctime_ns, target, nlink)`.
+
+    `kind` is `f`, `l`, or `?` (neither a regular file, a directory nor a link). `__pycache__` is left out, and so are empty
+    directories. Paths are relative, with `/`.
+    """
+    out = []
+    stack = [""]
+    while stack:
+        prefix = stack.pop()
+        with os.scandir(os.path.join(root, prefix) if prefix else root) as entries:
+            for entry in entries:
+                path = prefix + entry.name
+                info = entry.stat(follow_symlinks=False)
+                kind = stat.S_IFMT(info.st_mode)
+                if kind == stat.S_IFDIR:
+                    if entry.name not in SKIPPED_DIRS:
+                        stack.append(path + "/")
+                    continue
+                if kind == stat.S_IFREG:
+                    out.append(
+                        (path, "f", info.st_mode & 0o777, info.st_size, info.st_dev, info.st_ino,
+                         info.st_mtime_ns, info.st_ctime_ns, "", info.st_nlink)
+                    )
+                elif kind == stat.S_IFLNK:
+                    target = os.readlink(entry.path)
+                    out.append(
+                        (path, "l", 0o777, 0, info.st_dev, info.st_ino,
+                         info.st_mtime_ns, info.st_ctime_ns, target, info.st_nlink)
+                    )
+                else:
+                    out.append((path, "?", 0, 0, 0, 0, 0, 0, "", 0))
+    out.sort()
+    return out
+
+
+def stamp(entry):
+    """Return what identifies an unchanged file without reading it: `(dev, ino, size, mtime_ns, ctime_ns)`."""
+    return (entry[4], entry[5], entry[3], entry[6], entry[7])
+
+
+def is_settled(entry, now_ns):
+    """Tell whether a stamp taken at `now_ns` may be trusted later: nobody touched the file within `RACY_NS` before."""
+    return max(entry[6], entry[7]) < now_ns - RACY_NS
+
+
+def fingerprint(entries):
+    """Return the sha256 over path, kind, mode, size, inode, mtime and target of a walk: equal means nobody changed the tree.
+
+    ctime is left out, since linking a file into a new generation moves it.
+    """
+    digest = hashlib.sha256()
+    for path, kind, mode, size, _dev, ino, mtime, _ctime, target, _nlink in entries:
+        digest.update(
+            ("%s\0%s\0%o\0%d\0%d\0%d\0%s\n" % (path, kind, mode, size, ino, mtime, target)).encode("utf-8", "surrogateescape")
+        )
+    return digest.hexdigest()
+
+
+class Changed(Exception):
+    """A file changed, or went away, while it was read."""
+
+
+def hash_fd(fd, buffer):
+    """Return `(sha256 hex, size)` of a descriptor's content; raise Changed when its stat moved meanwhile."""
+    before = os.fstat(fd)
+    digest = hashlib.sha256()
+    size = 0
+    view = memoryview(buffer)
+    while True:
+        count = os.readv(fd, [buffer])
+        if not count:
+            break
+        digest.update(view[:count])
+        size += count
+    after = os.fstat(fd)
+    if (before.st_mtime_ns, before.st_ctime_ns, size) != (after.st_mtime_ns, after.st_ctime_ns, after.st_size):
+        raise Changed()
+    return digest.hexdigest(), size
+
+
+def hash_paths(root, paths, aborted, moved, threads=2):
+    """Return `{path: sha256 hex, or None when it changed or vanished twice}`; `moved(bytes, path)` reports progress.
+
+    Two threads: hashlib releases the interpreter lock, and more than two only contend with the link.
+    """
+    out = {}
+    todo = queue.SimpleQueue()
+    for path in paths:
+        todo.put(path)
+
+    def work():
+        buffer = bytearray(1 << 20)
+        with Tree(root) as tree:
+            while not aborted():
+                try:
+                    path = todo.get_nowait()
+                except queue.Empty:
+                    return
+                out[path] = _hash_twice(tree, path, buffer, moved)
+
+    workers = [threading.Thread(target=work) for _ in range(max(1, min(threads, len(paths))))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return out
+
+
+def _hash_twice(tree, path, buffer, moved):
+    for pause in (0.0, 0.2):
+        time.sleep(pause)
+        try:
+            fd = tree.open(path)
+        except (OSError, HostilePath):
+            continue
+        try:
+            digest, size = hash_fd(fd, buffer)
+        except Changed:
+            continue
+        finally:
+            os.close(fd)
+        moved(size, path)
+        return digest
+    return None
