@@ -25,7 +25,8 @@ _FIXED = (
     "RemoteCommand=none",
     "ClearAllForwardings=yes",
 )
-_DEFAULTS = ("ConnectTimeout=15", "ServerAliveInterval=15", "ServerAliveCountMax=3")
+# ssh gives up one interval after the last unanswered question: 15 * (2 + 1) = 45 s, well within the promised minute.
+_DEFAULTS = ("ConnectTimeout=15", "ServerAliveInterval=15", "ServerAliveCountMax=2")
 _OWNED = {option.split("=")[0].lower() for option in _FIXED} | {"stricthostkeychecking"}
 
 

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from ddtree_deploy.errors import DeployError, HostKeyProblem, HostUnreachable
 
 _DEBUG = re.compile(r"^debug\d: ")
+_LOGGED_IN = re.compile(r"^(debug1: )?Authenticated to |^debug1: mux_client_request_session", re.MULTILINE)
+_EXITED = re.compile(r"^debug1: Exit status \d", re.MULTILINE)
 _SERVER_KEY = re.compile(r"^debug1: Server host key: (\S+) (\S+)", re.MULTILINE)
 _CHANGED_NAME = re.compile(r"^Host key for (\S+) has changed", re.MULTILINE)
 _OFFENDING = re.compile(r"^Offending \S+ key in (.+):(\d+)", re.MULTILINE)
 _NOISE = re.compile(
-    r"^@|^$|^IT IS POSSIBLE|^Someone could|^It is also|^\s*remove with|^\s*ssh-keygen|^Warning: Permanently"
+    r"^@|^$|^IT IS POSSIBLE|^Someone could|^It is also|^\s*remove with|^\s*ssh-keygen"
+    r"|^Warning: Permanently|^Authenticated to|^Transferred: |^Bytes per second: "
 )
 
 
@@ -34,9 +37,9 @@ class SshLog:
         words = tuple(line for line in text.splitlines() if not _DEBUG.match(line) and not _NOISE.match(line))
         return cls(
             server_key=" ".join(keys[-1]) if keys else "",
-            authenticated="debug1: Authenticated to " in text or "debug1: mux_client_request_session" in text,
+            authenticated=bool(_LOGGED_IN.search(text)),
             recorded="Warning: Permanently added " in text,
-            exit_seen="debug1: Exit status " in text,
+            exit_seen=bool(_EXITED.search(text)),
             words=words,
             text=text,
         )
