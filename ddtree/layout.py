@@ -6,9 +6,12 @@ siblings share one. The key rows are therefore already rotated for the place whe
 
 from __future__ import annotations
 
+from array import array
+
 import torch
 from torch import Tensor
 
+from ddtree.kernels.native import native_library
 from ddtree.tree import Tree, TreeBatch
 
 
@@ -19,6 +22,11 @@ def tree_positions(depths: Tensor, seq_lens: Tensor | int) -> Tensor:
 
 def ancestor_mask(tree: Tree) -> Tensor:
     """Return bool `[n, n]`: row i is True at i and at every ancestor of i."""
+    if (library := native_library()) is not None:
+        parents = array("q", tree.parents)
+        mask = torch.empty((len(tree), len(tree)), dtype=torch.bool)
+        library.ddtree_closure(parents.buffer_info()[0], len(tree), mask.data_ptr())
+        return mask
     rows: list[int] = []
     for node, parent in enumerate(tree.parents):
         rows.append(1 << node | (rows[parent] if parent >= 0 else 0))
@@ -42,7 +50,7 @@ def ancestor_mask_batch(parents: Tensor, max_depth: int) -> Tensor:
 
 
 def hf_mask(ancestors: Tensor, prefix_len: int, dtype: torch.dtype) -> Tensor:
-    """Return the additive mask `[1, 1, n, prefix_len + n]` of transformers: 0 attends, the lowest finite number does not."""
+    """Return the additive mask `[1, 1, n, prefix_len + n]` of transformers: 0 attends, the lowest number does not."""
     n = ancestors.shape[-1]
     mask = torch.zeros((1, 1, n, prefix_len + n), dtype=dtype, device=ancestors.device)
     mask[0, 0, :, prefix_len:].masked_fill_(~ancestors, torch.finfo(dtype).min)

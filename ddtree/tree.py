@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from ctypes import CDLL, addressof, c_int64
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from ddtree.kernels.native import native_library
 
 FRACTION_BITS = 20
 ONE_NAT = 1 << FRACTION_BITS
@@ -104,6 +107,8 @@ def build_tree(log_probs: Tensor, budget: int, *, token_ids: Tensor | None = Non
     _check(log_probs, token_ids, budget, 2)
     if token_ids is None:
         log_probs, token_ids = sort_log_probs(log_probs)
+    if (library := native_library()) is not None:
+        return _build_tree_native(library, log_probs, token_ids, budget, root_token)
     width = min(budget, log_probs.shape[1])
     costs: list[list[int]] = quantise(log_probs[:, :width]).tolist()
     ids: list[list[int]] = token_ids[:, :width].tolist()
@@ -134,7 +139,27 @@ def build_tree_heap(
             heapq.heappop(heap)
         if depth < limit and costs[depth][0] < IMPOSSIBLE:
             heapq.heappush(heap, (cost + costs[depth][0], depth + 1, node, 0))
-    return Tree(tuple(tokens), tuple(parents), tuple(depths), tuple(-cost / ONE_NAT for cost in spent))
+    return Tree(tuple(tokens), tuple(parents), tuple(depths), tuple([cost / -ONE_NAT for cost in spent]))
+
+
+def _build_tree_native(library: CDLL, log_probs: Tensor, token_ids: Tensor, budget: int, root_token: int) -> Tree:
+    if log_probs.is_cuda or log_probs.dtype is not torch.float32:
+        log_probs = log_probs.to("cpu", torch.float32)
+    if token_ids.is_cuda or token_ids.dtype is not torch.int64:
+        token_ids = token_ids.to("cpu", torch.int64)
+    log_probs, token_ids = log_probs.contiguous(), token_ids.contiguous()
+    limit, width = log_probs.shape
+    n = budget + 1
+    # Four rows of output (token, parent, depth, cost) and two for the heap. At a budget of 64 a tensor would cost more
+    # than the search.
+    memory = (c_int64 * (6 * n))()
+    base, row = addressof(memory), 8 * n
+    memory[0], memory[n] = root_token, -1
+    count = library.ddtree_build(
+        log_probs.data_ptr(), token_ids.data_ptr(), limit, width, budget, ONE_NAT, MAX_EDGE, base, row
+    )
+    tokens, parents, depths, costs = (memory[start : start + count] for start in range(0, 4 * n, n))
+    return Tree(tuple(tokens), tuple(parents), tuple(depths), tuple([cost / -ONE_NAT for cost in costs]))
 
 
 def build_tree_batch(top_logp: Tensor, top_ids: Tensor, budget: int, *, root_tokens: Tensor | None = None) -> TreeBatch:
