@@ -1,0 +1,317 @@
+"""Turn the stock files of a pinned SGLang version into the patched ones, and back.
+
+`build` is pure but for reading; `apply` and `revert` replace files one `rename` at a time and undo what they did
+when one fails. `site` is always the directory that holds the `sglang` package.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import difflib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from sglang_overlay.anchors import locate, offset
+from sglang_overlay.edits import Edit, v0_5_11
+from sglang_overlay.errors import BaseMismatch, BuildMismatch, OverlayError, UnknownVersion
+from sglang_overlay.manifest import Pinned, Span, pinned, sha256
+from sglang_overlay.vendor import ddtree_utils
+
+EDITS: Mapping[str, tuple[Edit, ...]] = {"0.5.11": v0_5_11.EDITS}
+
+
+class State(StrEnum):
+    """What one file of a site is."""
+
+    STOCK = "stock"
+    BUILT = "built"
+    OTHER = "other"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltFile:
+    """One result: its bytes, and where our insertions are in them (the new file has none: it is all ours)."""
+
+    path: str
+    data: bytes
+    spans: tuple[Span, ...]
+
+    @property
+    def sha256(self) -> str:
+        return sha256(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """The state of one file in a site, and the digest found there (None when missing)."""
+
+    path: str
+    state: State
+    found: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The state of each file that the overlay touches."""
+
+    version: str
+    overlay_id: str
+    files: tuple[FileState, ...]
+
+    @property
+    def is_stock(self) -> bool:
+        """Say whether nothing of the overlay, and nothing of anybody else, is there."""
+        edited = [f for f in self.files if f.path != v0_5_11.NEW_FILE]
+        new = [f for f in self.files if f.path == v0_5_11.NEW_FILE]
+        return all(f.state is State.STOCK for f in edited) and all(f.state is State.MISSING for f in new)
+
+    @property
+    def is_built(self) -> bool:
+        """Say whether every file is the built one, byte for byte."""
+        return all(f.state is State.BUILT for f in self.files)
+
+    @property
+    def foreign(self) -> tuple[str, ...]:
+        """Name the files that are neither stock nor ours."""
+        wrong = {State.OTHER} | {State.MISSING}
+        return tuple(
+            f.path for f in self.files if f.state in wrong and not (f.path == v0_5_11.NEW_FILE and f.found is None)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What `apply` or `revert` did: the paths written, and those removed."""
+
+    version: str
+    overlay_id: str
+    written: tuple[str, ...]
+    removed: tuple[str, ...]
+
+
+def installed_version(site: Path) -> str:
+    """Return the version of the sglang distribution in `site`. Raises UnknownVersion when there is not exactly one."""
+    found = [p.name.removeprefix("sglang-").removesuffix(".dist-info") for p in site.glob("sglang-*.dist-info")]
+    if len(found) != 1:
+        mend = "give the site-packages directory that holds `sglang`, or a version with `--version`"
+        raise UnknownVersion(f"`{site}` has {len(found)} sglang distributions", mend=mend)
+    return found[0]
+
+
+def insert(path: str, source: bytes, edits: Sequence[Edit]) -> BuiltFile:
+    """Insert the edits of one file into its stock source. Raises AnchorMismatch, or BuildMismatch if it won't parse."""
+    tree = ast.parse(source)
+    places = sorted(
+        (
+            (offset(source, node, edit.where), order, edit.text.encode())
+            for order, edit in enumerate(edits)
+            for node in locate(tree, edit.anchor, path)
+        ),
+        key=lambda place: place[:2],
+    )
+    out, spans, done = bytearray(), [], 0
+    for at, _, text in places:
+        out += source[done:at]
+        spans.append((len(out), len(text)))
+        out += text
+        done = at
+    out += source[done:]
+    try:
+        ast.parse(bytes(out), filename=path, feature_version=(3, 10))
+    except SyntaxError as error:
+        raise BuildMismatch(f"the edits make `{path}` unparsable: {error}") from error
+    return BuiltFile(path, bytes(out), tuple(spans))
+
+
+def cut(data: bytes, spans: Sequence[Span]) -> bytes:
+    """Remove the insertions again."""
+    out, done = bytearray(), 0
+    for at, size in spans:
+        out += data[done:at]
+        done = at + size
+    return bytes(out + data[done:])
+
+
+def make(site: Path, version: str) -> tuple[BuiltFile, ...]:
+    """Build without comparing with the manifest's results; the base is checked. For `build` and for pinning."""
+    pins = pinned(version)
+    edits = EDITS.get(version)
+    if edits is None:
+        raise UnknownVersion(f"sglang {version} needs no edited files: it loads the `{pins.route}`")
+    wrong = [
+        f"{path}: {_digest(site / path) or 'missing'}, expected {want}"
+        for path, want in pins.base.items()
+        if _digest(site / path) != want
+    ]
+    if wrong:
+        raise BaseMismatch(
+            f"{len(wrong)} of {len(pins.base)} files are not those of sglang {version}", causes=tuple(wrong)
+        )
+    edited = [insert(path, (site / path).read_bytes(), [e for e in edits if e.path == path]) for path in pins.base]
+    new = ddtree_utils(version, {**{f.path: f.sha256 for f in edited}}, pins.reads)
+    return (*edited, BuiltFile(v0_5_11.NEW_FILE, new, ()))
+
+
+def build(site: Path, version: str | None = None) -> tuple[BuiltFile, ...]:
+    """Build the patched files from a stock site.
+
+    Raises BaseMismatch if any base file has a changed byte, BuildMismatch if a result is not the pinned one.
+    """
+    version = version or installed_version(site)
+    files = make(site, version)
+    want = pinned(version).built
+    wrong = [f"{f.path}: {f.sha256}, pinned {want.get(f.path)}" for f in files if want.get(f.path) != f.sha256]
+    if wrong:
+        raise BuildMismatch(f"{len(wrong)} of {len(files)} results are not the pinned ones", causes=tuple(wrong))
+    return files
+
+
+def check(site: Path, version: str | None = None) -> Check:
+    """Say for each file of the overlay whether it is stock, built, somebody else's, or missing."""
+    version = version or installed_version(site)
+    pins = _overlay(version)
+    return classify(pins, {path: _digest(site / path) for path in pins.built})
+
+
+def classify(pins: Pinned, digests: Mapping[str, str | None]) -> Check:
+    """Do the same for digests that were read elsewhere, on a host or in a snapshot."""
+    files = []
+    for path, want in pins.built.items():
+        found = digests.get(path)
+        state = State.OTHER
+        if found is None:
+            state = State.MISSING
+        elif found == want:
+            state = State.BUILT
+        elif found == pins.base.get(path):
+            state = State.STOCK
+        files.append(FileState(path, state, found))
+    return Check(pins.version, pins.overlay_id, tuple(files))
+
+
+def apply(site: Path, version: str | None = None) -> Change:
+    """Write the patched files into a stock site; into a patched one, write nothing. Raises as `build` does."""
+    version = version or installed_version(site)
+    pins = _overlay(version)
+    if check(site, version).is_built:
+        return Change(version, pins.overlay_id, (), ())
+    files = build(site, version)
+    # The new file first: the edited ones import it, so no moment has an import that fails.
+    ordered = sorted(files, key=lambda f: f.path != v0_5_11.NEW_FILE)
+    _replace(site, {f.path: f.data for f in ordered})
+    return Change(version, pins.overlay_id, tuple(f.path for f in ordered), ())
+
+
+def revert(site: Path, version: str | None = None) -> Change:
+    """Cut our insertions out again and remove the new file. Needs no wheel: the manifest knows where they are.
+
+    Raises BaseMismatch when a file is neither stock nor built, and then changes nothing.
+    """
+    version = version or installed_version(site)
+    pins, state = _overlay(version), check(site, version)
+    if state.foreign:
+        raise BaseMismatch(
+            f"{len(state.foreign)} files are neither stock nor this overlay's, so they can not be reverted",
+            causes=state.foreign,
+        )
+    built = [f.path for f in state.files if f.state is State.BUILT]
+    back = {p: cut((site / p).read_bytes(), pins.spans[p]) for p in built if p in pins.base}
+    for path, data in back.items():
+        if sha256(data) != pins.base[path]:
+            raise BuildMismatch(f"cutting our insertions out of `{path}` does not give the stock file back")
+    _replace(site, back)
+    removed = [path for path in built if path not in pins.base]
+    for path in removed:
+        (site / path).unlink()
+    return Change(version, pins.overlay_id, tuple(back), tuple(removed))
+
+
+def describe(state: Check) -> str:
+    """Say in one line what a site carries."""
+    if state.is_built:
+        return f"ddtree overlay {state.overlay_id[:7]}, byte-identical"
+    if state.is_stock:
+        return "stock"
+    if state.foreign:
+        return f"patched by somebody else: {', '.join(state.foreign)}"
+    return f"ddtree overlay {state.overlay_id[:7]}, incomplete"
+
+
+def diff(site: Path, stock: Path, version: str | None = None) -> str:
+    """Return the unified diff from the stock files to a site's, for the files the overlay knows; "" when equal."""
+    version = version or installed_version(site)
+    out: list[str] = []
+    for path in _overlay(version).built:
+        before, after = _text(stock / path), _text(site / path)
+        out += difflib.unified_diff(before, after, f"stock/{path}", f"site/{path}")
+    return "".join(out)
+
+
+def _overlay(version: str) -> Pinned:
+    pins = pinned(version)
+    if pins.route != "overlay":
+        mend = "nothing to build: DDTREE registers itself when this package is installed beside sglang"
+        raise UnknownVersion(f"sglang {version} takes DDTree as a {pins.route}, without edited files", mend=mend)
+    return pins
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        return sha256(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def _text(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+
+
+def _replace(site: Path, files: Mapping[str, bytes]) -> None:
+    """Replace each file by a rename; when one fails, put back what was there before and raise."""
+    before = {path: (site / path).read_bytes() if (site / path).exists() else None for path in files}
+    done: list[str] = []
+    try:
+        for path, data in files.items():
+            _write(site / path, data)
+            done.append(path)
+    except OSError as error:
+        for path in reversed(done):
+            old = before[path]
+            if old is None:
+                (site / path).unlink()
+            else:
+                _write(site / path, old)
+        raise OverlayError(
+            f"cannot write `{site / path}`: {error.strerror}",
+            mend=f"nothing was changed: check the permissions and the space of `{site}`",
+        ) from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write beside `path`, flush to disk, and rename over it, keeping its mode. Hard links elsewhere stay."""
+    mode = path.stat().st_mode & 0o7777 if path.exists() else 0o644
+    with _temporary(path) as (descriptor, name):
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fchmod(stream.fileno(), mode)
+            os.fsync(stream.fileno())
+        Path(name).replace(path)
+
+
+@contextlib.contextmanager
+def _temporary(path: Path) -> Iterator[tuple[int, str]]:
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        yield descriptor, name
+    finally:
+        Path(name).unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""What we call in each SGLang version, as data for `sglang_overlay.contract`."""
