@@ -52,10 +52,10 @@ def unpack(header, payload):
 
 
 class Reader:
-    """Read frames from a descriptor: `header()` first, then exactly its payload by `take` or `chunks`."""
+    """Read frames: `header()` first, then exactly its payload by `take` or `chunks`. `readinto(view)` returns 0 at the end."""
 
-    def __init__(self, fd):
-        self.fd = fd
+    def __init__(self, readinto):
+        self.readinto = readinto
         self.left = 0
 
     def _exactly(self, size, clean_at_start=False):
@@ -63,7 +63,7 @@ class Reader:
         view = memoryview(out)
         got = 0
         while got < size:
-            count = os.readv(self.fd, [view[got:]])
+            count = self.readinto(view[got:])
             if not count:
                 raise Closed(clean_at_start and got == 0)
             got += count
@@ -99,12 +99,17 @@ class Reader:
             raise ProtocolError("an object reaches beyond its frame")
         view = memoryview(buffer)
         while size:
-            count = os.readv(self.fd, [view[: min(size, len(buffer))]])
+            count = self.readinto(view[: min(size, len(buffer))])
             if not count:
                 raise Closed(False)
             size -= count
             self.left -= count
             yield view[:count]
+
+
+def from_fd(fd):
+    """Return a `readinto` for a descriptor."""
+    return lambda view: os.readv(fd, [view])
 
 
 def write_all(fd, *parts):

@@ -19,7 +19,8 @@ class Session:
     """One connection: what the handlers share (how to answer, whether to stop, what this process has open)."""
 
     def __init__(self, fd_in, fd_out, read_only, zip_fd):
-        self.reader = frames.Reader(fd_in)
+        self.reader = frames.Reader(self._read)
+        self.fd_in = fd_in
         self.fd_out = fd_out
         self.read_only = read_only
         self.zip_fd = zip_fd
@@ -29,6 +30,11 @@ class Session:
         self._aborted = threading.Event()
         self._out = threading.Lock()
         self._last_progress = 0.0
+
+    def _read(self, view):
+        count = os.readv(self.fd_in, [view])
+        self.last_heard = time.monotonic()
+        return count
 
     def aborted(self):
         return self._aborted.is_set()
@@ -48,10 +54,9 @@ class Session:
             except OSError:
                 self.abort()
 
-    def begin_frame(self, header, size):
-        """Write a frame's head and return the descriptor for its payload; the caller holds `out_lock()`."""
-        frames.write_all(self.fd_out, frames.encode(header, size))
-        return self.fd_out
+    def write(self, data):
+        """Write raw bytes of a frame; the caller holds `out_lock()`."""
+        frames.write_all(self.fd_out, data)
 
     def out_lock(self):
         return self._out
@@ -127,7 +132,6 @@ def serve(fd_in, fd_out, read_only=False, zip_fd=-1, lease=LEASE):
     try:
         while not session.aborted():
             header, _size = session.reader.header()
-            session.last_heard = time.monotonic()
             op = header.get("op")
             if op == "objects":
                 writes.receive(session, header)

@@ -1,0 +1,111 @@
+"""File-system calls that the standard library lacks, and writes that survive a crash (fsync(2), rename(2), renameat2(2))."""
+
+import ctypes
+import errno
+import json
+import os
+import tempfile
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+def exchange(one, other):
+    """Swap two names in one step (renameat2 RENAME_EXCHANGE); raise OSError where the file system can not."""
+    try:
+        call = _libc.renameat2
+    except AttributeError:
+        raise OSError(errno.ENOSYS, "this libc has no renameat2") from None
+    if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), one)
+
+
+def can_exchange(directory):
+    """Tell whether the file system of `directory` can exchange a directory with a link, by doing it to two of our own."""
+    with tempfile.TemporaryDirectory(prefix=".ddtree-probe-", dir=directory) as scratch:
+        one, other = os.path.join(scratch, "a"), os.path.join(scratch, "b")
+        os.mkdir(one)
+        os.symlink("a", other)
+        try:
+            exchange(one, other)
+        except OSError:
+            return False
+        return os.path.islink(one) and os.path.isdir(other)
+
+
+def sync_file_system(path):
+    """Flush everything that was written to the file system of `path` (syncfs(2)): one call for tens of thousands of files."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if _libc.syncfs(fd):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), path)
+    finally:
+        os.close(fd)
+
+
+def sync_directory(path):
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_file(path, data, mode=0o644):
+    """Replace `path` by a file with `data`, durably: temporary file beside it, fsync, rename, fsync of the directory."""
+    directory = os.path.dirname(path)
+    fd, temporary = tempfile.mkstemp(prefix=".tmp-", dir=directory)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(fd, mode)
+            os.fsync(fd)
+        os.rename(temporary, path)
+    except BaseException:
+        try:
+            os.unlink(temporary)
+        except OSError:
+            pass
+        raise
+    sync_directory(directory)
+
+
+def write_json(path, value):
+    write_file(path, (json.dumps(value, sort_keys=True) + "\n").encode())
+
+
+def read_json(path):
+    """Return the JSON object in `path`, or None when there is no such file or it is not one."""
+    try:
+        with open(path, "rb") as file:
+            value = json.loads(file.read())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def append_line(path, text):
+    """Append one line durably (O_APPEND, one write, fsync)."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(fd, text.encode() + b"\n")
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def replace_link(path, target):
+    """Make `path` a link to `target` in one step: the only commit point of a switch."""
+    directory = os.path.dirname(path)
+    temporary = os.path.join(directory, ".tmp-link-%d" % os.getpid())
+    try:
+        os.unlink(temporary)
+    except FileNotFoundError:
+        pass
+    os.symlink(target, temporary)
+    os.rename(temporary, path)
+    sync_directory(directory)

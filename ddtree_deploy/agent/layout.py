@@ -1,0 +1,178 @@
+"""Where things lie in a venv: generations, the live link, and what each generation remembers of its files."""
+
+import json
+import os
+import re
+import shutil
+
+from ddtree_deploy.agent import durable
+from ddtree_deploy.agent.failure import Failure
+
+_GENERATION = re.compile(r"^(?:.*/)?\.ddtree/generations/(\d+)/site-packages/?$")
+
+
+class Layout:
+    """The paths of one venv. `site_relative` is `lib/python3.12/site-packages`."""
+
+    def __init__(self, venv, site_relative):
+        self.venv = venv
+        self.site_relative = site_relative
+        self.site = os.path.join(venv, site_relative)
+        self.state = os.path.join(venv, ".ddtree")
+        self.generations = os.path.join(self.state, "generations")
+        self.incoming = os.path.join(self.state, "incoming")
+        self.journal = os.path.join(self.state, "journal")
+        self.decision = os.path.join(self.state, "decision")
+        self.ledger = os.path.join(self.state, "ledger.jsonl")
+        self.lock = os.path.join(self.state, "lock")
+
+    def directory(self, number):
+        return os.path.join(self.generations, str(number))
+
+    def tree(self, number):
+        return os.path.join(self.generations, str(number), "site-packages")
+
+    def link_text(self, number):
+        """Return the text of the live link for a generation: relative, so that the venv may be moved or mounted elsewhere."""
+        up = "/".join([".."] * self.site_relative.count("/"))
+        return "%s/.ddtree/generations/%d/site-packages" % (up, number)
+
+    def live(self):
+        """Return the number of the live generation, or None for an ordinary venv."""
+        try:
+            found = _GENERATION.match(os.readlink(self.site))
+        except OSError:
+            return None
+        return int(found.group(1)) if found else None
+
+    def numbers(self):
+        """Return the numbers of the complete generations, ascending (a partial one is named `N.partial`)."""
+        try:
+            names = os.listdir(self.generations)
+        except FileNotFoundError:
+            return []
+        return sorted(int(name) for name in names if name.isdigit() and self.info(int(name)) is not None)
+
+    def partials(self):
+        try:
+            names = os.listdir(self.generations)
+        except FileNotFoundError:
+            return []
+        out = [name for name in names if not name.isdigit()]
+        # A numbered directory without its record is one whose making was cut off before the last step.
+        out += [name for name in names if name.isdigit() and self.info(int(name)) is None]
+        return sorted(os.path.join(self.generations, name) for name in out)
+
+    def info(self, number):
+        return durable.read_json(os.path.join(self.directory(number), "generation.json"))
+
+    def write_info(self, number, info):
+        durable.write_json(os.path.join(self.directory(number), "generation.json"), info)
+
+    def next_number(self):
+        try:
+            names = os.listdir(self.generations)
+        except FileNotFoundError:
+            names = []
+        used = [int(name.split(".")[0]) for name in names if name.split(".")[0].isdigit()]
+        used += [entry.get("generation") for entry in self.ledger_entries() if isinstance(entry.get("generation"), int)]
+        return max([0, *used]) + 1
+
+    def ledger_entries(self):
+        """Return the ledger's lines, oldest first; a torn last line is left out."""
+        out = []
+        try:
+            with open(self.ledger, encoding="utf-8", errors="replace") as file:
+                for line in file:
+                    try:
+                        out.append(json.loads(line))
+                    except ValueError:
+                        continue
+        except FileNotFoundError:
+            pass
+        return out
+
+    def previous_of(self, number):
+        """Return the generation that was live before `number`, if it is still there; else the nearest older one, or None."""
+        numbers = self.numbers()
+        for entry in reversed(self.ledger_entries()):
+            if entry.get("event") == "confirmed" and entry.get("generation") == number:
+                if entry.get("previous") in numbers:
+                    return entry["previous"]
+                break
+        older = [n for n in numbers if n < number]
+        return older[-1] if older else None
+
+
+def remove(path):
+    """Remove a tree of ours, if it is there."""
+    if os.path.islink(path) or os.path.isfile(path):
+        os.unlink(path)
+    elif os.path.isdir(path):
+        shutil.rmtree(path)
+
+
+class Index:
+    """What a generation's files are: `{path: (kind, mode, size, digest, dev, ino, mtime_ns, ctime_ns)}`.
+
+    The stamp vouches for the digest as long as it equals the file's stat; ctime 0 never does.
+    """
+
+    VERSION = 1
+
+    def __init__(self, rows=None):
+        self.rows = rows or {}
+
+    @classmethod
+    def load(cls, path):
+        try:
+            with open(path, "rb") as file:
+                value = json.loads(file.read())
+            if value.get("version") != cls.VERSION:
+                return None
+            return cls({row[0]: tuple(row[1:]) for row in value["files"]})
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def save(self, path):
+        value = {"version": self.VERSION, "files": [[key, *row] for key, row in sorted(self.rows.items())]}
+        durable.write_file(path, json.dumps(value, separators=(",", ":")).encode())
+
+    def digest(self, entry):
+        """Return the digest that the index vouches for, given an entry of `walk.walk`, or None."""
+        row = self.rows.get(entry[0])
+        if row is None or row[0] != "f" or row[4:] != (entry[4], entry[5], entry[6], entry[7]) or row[2] != entry[3]:
+            return None
+        return row[3]
+
+
+def site_relative(venv):
+    """Return the venv's site-packages relative to it; raise Failure when there is none or more than one."""
+    base = os.path.join(venv, "lib")
+    try:
+        found = sorted(
+            "lib/%s/site-packages" % name
+            for name in os.listdir(base)
+            if re.fullmatch(r"python3\.\d+t?", name) and os.path.lexists(os.path.join(base, name, "site-packages"))
+        )
+    except OSError:
+        found = []
+    if len(found) != 1:
+        raise Failure(
+            "incompatible",
+            "`%s` has %s site-packages below `lib/python3.*`" % (venv, "no" if not found else "more than one"),
+            mend="give the venv with `--venv PATH`",
+        )
+    return found[0]
+
+
+def locate(venv):
+    """Return the Layout of a venv; raise Failure when the directory is not a venv."""
+    venv = os.path.abspath(os.path.expanduser(venv))
+    if not os.path.isdir(venv):
+        raise Failure("usage", "there is no venv `%s` on the host" % venv, mend="give another with `--venv PATH`, or `push --create` to make it")
+    if not os.path.exists(os.path.join(venv, "pyvenv.cfg")):
+        raise Failure("usage", "`%s` is not a venv: it has no pyvenv.cfg" % venv, mend="give the venv's top directory with `--venv PATH`")
+    return Layout(venv, site_relative(venv))

@@ -1,0 +1,55 @@
+"""One push at a time: a kernel lock that dies with its holder, and a file beside it that says who that is."""
+
+import fcntl
+import os
+import time
+
+from ddtree_deploy.agent import durable
+from ddtree_deploy.agent.failure import Failure
+
+
+def holder(found):
+    """Return who holds the venv's lock (`who`, `host`, `pid`, `since`, `what`), or None when it is free."""
+    try:
+        fd = os.open(found.lock, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return durable.read_json(found.lock + ".json") or {"who": "unknown"}
+    finally:
+        os.close(fd)
+    return None
+
+
+def acquire(found, who, wait, aborted):
+    """Take the venv's lock within `wait` seconds and return its descriptor; raise Failure(locked) naming the holder."""
+    fd = os.open(found.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= deadline or aborted():
+                os.close(fd)
+                now = durable.read_json(found.lock + ".json") or {}
+                raise Failure(
+                    "locked",
+                    "`%s` is locked by %s (%s, since %s)"
+                    % (found.venv, now.get("who", "another run"), now.get("what", "busy"), now.get("since", "unknown")),
+                ) from None
+            time.sleep(0.1)
+    durable.write_json(found.lock + ".json", {**who, "pid": os.getpid(), "since": utc()})
+    return fd
+
+
+def utc(seconds=None):
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def journal_state(found):
+    """Return the state of unfinished work, or an empty string."""
+    journal = durable.read_json(found.journal)
+    return journal.get("state", "unknown") if journal else ""

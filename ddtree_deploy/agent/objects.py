@@ -1,0 +1,167 @@
+"""Objects on the move: many small files share a frame, a large one has its own; each is renamed only after its hash is right."""
+
+import hashlib
+import os
+
+from ddtree_deploy.agent import frames
+
+#: Files below this travel together, and are read and written in one call each.
+SMALL = 128 << 10
+BATCH = 1 << 20
+
+
+def batches(items):
+    """Group `(digest, size, ...)` items into frames: runs of small ones up to `BATCH` bytes, large ones alone."""
+    group, total = [], 0
+    for item in items:
+        if item[1] >= SMALL:
+            yield [item]
+            continue
+        if group and (total + item[1] > BATCH or len(group) >= 512):
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += item[1]
+    if group:
+        yield group
+
+
+def send_batch(batch, header, open_item, write, pipe_fd=None):
+    """Send one frame of objects; return the digests whose file did not have the promised size (zeros were sent instead).
+
+    `open_item(item)` returns a descriptor; `write(bytes)` writes all of them; with `pipe_fd`, large files go by sendfile(2).
+    """
+    short = []
+    head = frames.encode({**header, "objects": [item[:2] for item in batch]}, sum(item[1] for item in batch))
+    if len(batch) > 1 or batch[0][1] < SMALL:
+        parts = [head]
+        for item in batch:
+            data = _read_small(open_item, item)
+            if len(data) != item[1]:
+                short.append(item[0])
+                data = data[: item[1]].ljust(item[1], b"\0")
+            parts.append(data)
+        write(b"".join(parts))
+        return short
+    item = batch[0]
+    write(head)
+    left = item[1]
+    try:
+        fd = open_item(item)
+    except OSError:
+        fd = None
+    try:
+        offset = 0
+        while fd is not None and left:
+            if pipe_fd is not None:
+                count = os.sendfile(pipe_fd, fd, offset, min(left, 4 << 20))
+                if not count:
+                    break
+            else:
+                data = os.pread(fd, min(left, frames.CHUNK), offset)
+                if not data:
+                    break
+                write(data)
+                count = len(data)
+            offset += count
+            left -= count
+    finally:
+        if fd is not None:
+            os.close(fd)
+    if left:
+        short.append(item[0])
+        zeros = bytes(frames.CHUNK)
+        while left:
+            write(zeros[: min(left, len(zeros))])
+            left -= min(left, len(zeros))
+    return short
+
+
+def _read_small(open_item, item):
+    try:
+        fd = open_item(item)
+    except OSError:
+        return b""
+    try:
+        return os.pread(fd, item[1] + 1, 0)
+    finally:
+        os.close(fd)
+
+
+def valid_digest(text):
+    return isinstance(text, str) and len(text) == 64 and all(c in "0123456789abcdef" for c in text)
+
+
+class Landing:
+    """Receive objects into a directory; `place(digest, temporary)` publishes one whose hash is right.
+
+    `bad` collects the digests whose bytes were something else; nothing of those is kept. After `fail()` the rest of the
+    stream is read and dropped, so that the connection stays in step.
+    """
+
+    def __init__(self, directory, place, expected=None):
+        self.directory = directory
+        self.place = place
+        self.expected = expected
+        self.bad = []
+        self.received = 0
+        self.bytes = 0
+        self.error = None
+        self._buffer = bytearray(frames.CHUNK)
+        self._count = 0
+
+    def receive(self, reader, header):
+        """Take one frame of objects. Raises ProtocolError when it is malformed; file-system errors end up in `error`."""
+        items = header.get("objects")
+        if not isinstance(items, list) or not all(
+            isinstance(item, list) and len(item) == 2 and valid_digest(item[0]) and isinstance(item[1], int) and item[1] >= 0
+            for item in items
+        ):
+            raise frames.ProtocolError("a frame of objects whose list is malformed")
+        if sum(item[1] for item in items) != reader.left:
+            raise frames.ProtocolError("a frame of objects whose sizes do not add up")
+        for digest, size in items:
+            if self.expected is not None and self.expected.get(digest) != size:
+                raise frames.ProtocolError("an object that nobody asked for: %s" % digest)
+            self._one(reader, digest, size)
+
+    def _one(self, reader, digest, size):
+        hasher = hashlib.sha256()
+        self._count += 1
+        temporary = os.path.join(self.directory, ".tmp-%d-%d-%d" % (os.getpid(), id(self) & 0xFFFFFF, self._count))
+        fd = None
+        try:
+            if self.error is None:
+                try:
+                    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                except OSError as error:
+                    self.error = error
+            for view in reader.chunks(size, self._buffer):
+                if self.error is not None:
+                    continue
+                hasher.update(view)
+                try:
+                    frames.write_all(fd, view)
+                except OSError as error:
+                    self.error = error
+            if self.error is None:
+                self._publish(digest, size, hasher.hexdigest(), fd, temporary)
+        finally:
+            if fd is not None:
+                os.close(fd)
+                try:
+                    os.unlink(temporary)
+                except FileNotFoundError:
+                    pass
+
+    def _publish(self, digest, size, actual, fd, temporary):
+        if actual != digest:
+            self.bad.append(digest)
+            return
+        try:
+            self.place(digest, temporary)
+        except OSError as error:
+            self.error = error
+            return
+        self.received += 1
+        self.bytes += size

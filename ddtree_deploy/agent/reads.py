@@ -1,0 +1,224 @@
+"""Requests that only look: what is here, which files, what they hash to, their bytes. A read-only session has only these."""
+
+import os
+import platform
+import sys
+import time
+
+from ddtree_deploy.agent import PROTOCOL, dists, facts, layout, locks, objects, procs, prove, venvs, walk
+from ddtree_deploy.agent.failure import Failure
+from ddtree_deploy.agent.paths import HostilePath, Tree, parse
+
+
+def hello():
+    """Return what the agent says of itself before the first request."""
+    return {
+        "protocol": PROTOCOL,
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "user": os.environ.get("USER") or str(os.getuid()),
+        "uid": os.getuid(),
+        "hostname": platform.node(),
+        "pid": os.getpid(),
+        "now_ns": time.time_ns(),
+    }
+
+
+def _root(found):
+    live = found.live()
+    return found.site if live is None else found.tree(live)
+
+
+def venv_python(venv):
+    return os.path.join(os.path.abspath(os.path.expanduser(venv)), "bin", "python")
+
+
+def scan(session, header, _value):
+    """Walk the venv's site-packages: entries with stat stamps, digests that the host can vouch for, owners, facts.
+
+    With `if_result`: answer only `same` when the live generation was made of that result and no file was touched since.
+    """
+    found = layout.locate(header["venv"])
+    live = found.live()
+    root = _root(found)
+    now_ns = time.time_ns()
+    entries = walk.walk(root)
+    index = None if live is None else layout.Index.load(os.path.join(found.directory(live), "index"))
+    info = None if live is None else found.info(live)
+    common = {
+        "venv": found.venv, "site": found.site_relative, "generation": live, "fingerprint": walk.fingerprint(entries),
+        "now_ns": now_ns, "info": info, "space": facts.space(found.venv), "unfinished": durable_state(found),
+        "writable": os.access(found.venv, os.W_OK) and os.access(os.path.dirname(found.site), os.W_OK),
+    }
+    vouched = [None if index is None else index.digest(entry) for entry in entries]
+    wanted = header.get("if_result")
+    if wanted and info and info.get("result") == wanted and index is not None and _clean(entries, vouched, index):
+        return {**common, "same": True}
+    files = [[*entry[:9], digest] for entry, digest in zip(entries, vouched)]
+    return {
+        **common, "same": False,
+        "_big": {
+            "files": files, "distributions": dists.read_distributions(root), "pth": dists.read_pth(root),
+            "torch": dists.torch_version(root), "python": facts.python_facts(venv_python(found.venv)),
+            "facts": facts.host_facts(found.venv), "servers": procs.servers(found.venv),
+        },
+    }
+
+
+def _clean(entries, vouched, index):
+    if len(entries) != len(index.rows):
+        return False
+    for entry, digest in zip(entries, vouched):
+        row = index.rows.get(entry[0])
+        if row is None or row[0] != entry[1] or row[1] != entry[2]:
+            return False
+        if entry[1] == "l" and row[3] != entry[8] or entry[1] == "f" and digest is None:
+            return False
+    return True
+
+
+def durable_state(found):
+    """Return the journal's state (`""` when there is no unfinished work)."""
+    return locks.journal_state(found)
+
+
+def hash_files(session, header, value):
+    """Return `{path: sha256 or None}` of files below the venv's site-packages."""
+    found = layout.locate(header["venv"])
+    total = int(header.get("total", 0))
+    done = [0]
+
+    def moved(size, path):
+        done[0] += size
+        session.progress("hash", done[0], total, "bytes", path)
+
+    digests = walk.hash_paths(_root(found), [parse(path) for path in value], session.aborted, moved)
+    if session.aborted():
+        raise Failure("interrupted", "hashing was cancelled")
+    return {"_big": digests}
+
+
+def fetch(session, header, value):
+    """Stream files as objects; `changed` names the ones that are no longer what was promised."""
+    found = layout.locate(header["venv"])
+    changed = []
+    with Tree(_root(found)) as tree:
+
+        def open_item(item):
+            try:
+                return tree.open(item[2])
+            except HostilePath as error:
+                raise OSError(str(error)) from None
+
+        wanted = [(row[1], row[2], parse(row[0])) for row in value]
+        if not all(objects.valid_digest(item[0]) and isinstance(item[1], int) for item in wanted):
+            raise Failure("integrity", "a fetch request with a malformed digest")
+        paths = {item[0]: item[2] for item in wanted}
+        for batch in objects.batches(wanted):
+            if session.aborted():
+                raise Failure("interrupted", "the transfer was cancelled")
+            with session.out_lock():
+                short = objects.send_batch(
+                    batch, {"re": session.current}, open_item, session.write, session.fd_out
+                )
+            changed += [paths[digest] for digest in short]
+    return {"changed": changed}
+
+
+def users(session, header, _value):
+    """Return the processes that use files of the venv's trees."""
+    found = layout.locate(header["venv"])
+    return {"_big": procs.users_of([os.path.realpath(found.site), found.generations, found.site])}
+
+
+def look(session, header, _value):
+    """Return what the venv is, without walking it: generation, journal, lock, ledger tail, generations."""
+    venv = os.path.abspath(os.path.expanduser(header["venv"]))
+    seen = venvs.inspect(venv)
+    if not seen.get("exists"):
+        return {"venv": venv, "inspect": seen, "managed": False}
+    found = layout.locate(venv)
+    live = found.live()
+    return {
+        "venv": venv, "inspect": seen, "managed": os.path.isdir(found.state), "generation": live,
+        "info": None if live is None else found.info(live), "unfinished": locks.journal_state(found),
+        "lock": locks.holder(found),
+        "_big": {
+            "generations": [[number, found.info(number)] for number in found.numbers()],
+            "partials": [os.path.basename(path) for path in found.partials()],
+            "ledger": found.ledger_entries()[-int(header.get("ledger", 200)):],
+        },
+    }
+
+
+def drift(session, header, _value):
+    """Compare the live generation with what was pushed: changed, added, removed, by stat first and by hash where that moved."""
+    found = layout.locate(header["venv"])
+    live = found.live()
+    if live is None:
+        return {"_big": {"changed": [], "added": [], "removed": [], "unknown": True}}
+    root = found.tree(live)
+    index = layout.Index.load(os.path.join(found.directory(live), "index")) or layout.Index()
+    entries = walk.walk(root)
+    seen = {entry[0] for entry in entries}
+    added = [entry[0] for entry in entries if entry[0] not in index.rows]
+    removed = [path for path in index.rows if path not in seen]
+    doubtful, changed = [], []
+    for entry in entries:
+        row = index.rows.get(entry[0])
+        if row is None:
+            continue
+        if row[0] != entry[1] or row[1] != entry[2] or entry[1] == "l" and row[3] != entry[8] or row[2] != entry[3]:
+            changed.append(entry[0])
+        elif entry[1] == "f" and index.digest(entry) is None:
+            doubtful.append(entry[0])
+    digests = walk.hash_paths(root, doubtful, session.aborted, lambda _size, _path: None)
+    changed += [path for path in doubtful if digests.get(path) != index.rows[path][3]]
+    return {"_big": {"changed": sorted(changed), "added": sorted(added), "removed": sorted(removed), "unknown": False}}
+
+
+def probe(session, header, value):
+    """Import packages, one process each, from the live tree (`value`: module names); read-only: no bytecode is written."""
+    found = layout.locate(header["venv"])
+    root = _root(found)
+    return {
+        "_big": prove.imports(
+            session, venv_python(found.venv), root, root, found.venv, value, header.get("user", ""),
+            {**header.get("env", {}), "PYTHONDONTWRITEBYTECODE": "1"}, float(header.get("timeout", 120)), header.get("jobs"),
+        )
+    }
+
+
+def hashes(session, header, _value):
+    """Prove the live generation's files against what was pushed; `deep` trusts no stat stamp."""
+    found = layout.locate(header["venv"])
+    live = found.live()
+    index = None if live is None else layout.Index.load(os.path.join(found.directory(live), "index"))
+    if index is None:
+        raise Failure("usage", "`%s` has no generation of ours to compare with" % found.venv, mend="push to it first")
+    expected = [[path, row[0], row[1], row[2], row[3]] for path, row in sorted(index.rows.items())]
+    stamps = {} if header.get("deep") else {path: ((row[4], row[5], row[2], row[6], row[7]), row[3]) for path, row in index.rows.items()}
+    hashed, vouched, bad = prove.hashes(session, found.tree(live), expected, stamps)
+    return {"hashed": hashed, "vouched": vouched, "generation": live, "_big": bad}
+
+
+def syntax(session, header, _value):
+    """Compile every source of the live tree in memory with the venv's interpreter; nothing is written."""
+    found = layout.locate(header["venv"])
+    root = _root(found)
+    sources = [entry[0] for entry in walk.walk(root) if entry[1] == "f" and entry[0].endswith(".py")]
+    compiled, errors = prove.syntax(session, venv_python(found.venv), root, sources, write=False)
+    return {"compiled": compiled, "_big": errors}
+
+
+HANDLERS = {
+    "scan": scan,
+    "hash": hash_files,
+    "fetch": fetch,
+    "users": users,
+    "look": look,
+    "drift": drift,
+    "probe": probe,
+    "hashes": hashes,
+    "syntax": syntax,
+}

@@ -1,0 +1,162 @@
+"""What may happen after the answer: give kept generations their own small files, drop old ones, keep the stamps true.
+
+A new generation starts as a farm of hard links, which is quick; but people edit `.py` files in place, and a rollback must not
+change with them. So once the switch is confirmed, every kept generation that is not live gets private copies of its small
+files. Links also move ctime, so the stamps of the survivors are renewed for inodes whose content is vouched for.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+
+from ddtree_deploy.agent import layout, locks, procs, walk
+from ddtree_deploy.agent.paths import HostilePath, Tree
+
+#: Shared objects of this size stay shared between generations: nobody edits them in place, and they hold most of the bytes.
+SHARED_FROM = 1 << 20
+_TEMPORARY = ".tmp-own-"
+
+
+def _tidy_lock(found):
+    return os.open(found.lock + ".tidy", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def wait_until_still(found):
+    """Wait for a tidying guardian to stop (it stops by itself once a push holds the lock); return a descriptor to close."""
+    fd = _tidy_lock(found)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return fd
+
+
+def after_confirmation(found, keep):
+    """Prune and separate, unless a push wants the venv; quiet on errors, since the next push tries again."""
+    fd = _tidy_lock(found)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return
+    os.nice(10)
+
+    def wanted():
+        return locks.holder(found) is not None
+
+    try:
+        if not wanted():
+            prune(found, keep, found.live())
+        if not wanted():
+            separate(found, wanted)
+    finally:
+        os.close(fd)
+
+
+def in_use(found):
+    """Return `{generation: [pids]}` of the processes that use a generation's files."""
+    out = {}
+    for use in procs.users_of([found.generations])["users"]:
+        number = os.path.relpath(use["path"], os.path.realpath(found.generations)).split(os.sep)[0]
+        if number.isdigit():
+            out.setdefault(int(number), set()).add(use["pid"])
+    return {number: sorted(pids) for number, pids in out.items()}
+
+
+def prunable(found, keep, live):
+    """Return the generations that may go: not live, not the one before, not used by a process, not among the newest `keep`."""
+    numbers = found.numbers()
+    spared = {live, found.previous_of(live) if live is not None else None, *in_use(found)}
+    others = [number for number in numbers if number not in spared]
+    room = max(0, keep - len([number for number in numbers if number in spared]))
+    return others[: len(others) - room] if room else others
+
+
+def prune(found, keep, live):
+    """Remove the generations that may go; return their numbers."""
+    gone = prunable(found, keep, live)
+    if gone:
+        with _Vouched(found, skip=gone):
+            for number in gone:
+                # The record goes first: a directory without one is rubbish that the next push clears.
+                layout.remove(os.path.join(found.directory(number), "generation.json"))
+                shutil.rmtree(found.directory(number))
+    return gone
+
+
+class _Vouched:
+    """Keep the stamps of all generations true across work that changes only link counts."""
+
+    def __init__(self, found, skip=()):
+        self.found = found
+        self.indexes = {n: layout.Index.load(os.path.join(found.directory(n), "index")) for n in found.numbers() if n not in skip}
+        self.known = {}
+        for number, index in self.indexes.items():
+            if index is None:
+                continue
+            for entry in walk.walk(found.tree(number)):
+                digest = index.digest(entry)
+                if digest:
+                    self.known[(entry[4], entry[5])] = (entry[3], entry[6], digest)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_exc):
+        for number, index in self.indexes.items():
+            if index is None:
+                continue
+            changed = False
+            for entry in walk.walk(self.found.tree(number)):
+                row = index.rows.get(entry[0])
+                if row is None or row[0] != "f" or index.digest(entry):
+                    continue
+                if self.known.get((entry[4], entry[5])) == (entry[3], entry[6], row[3]) and row[2] == entry[3]:
+                    index.rows[entry[0]] = (*row[:4], entry[4], entry[5], entry[6], entry[7])
+                    changed = True
+            if changed:
+                index.save(os.path.join(self.found.directory(number), "index"))
+
+
+def separate(found, wanted):
+    """Give every kept generation that is not live its own copies of the small files it shares; `wanted()` stops it early."""
+    with _Vouched(found) as vouched:
+        for number, index in vouched.indexes.items():
+            if index is None or number == found.live():
+                continue
+            with Tree(found.tree(number)) as tree:
+                for count, entry in enumerate(walk.walk(found.tree(number))):
+                    if count % 256 == 0 and wanted():
+                        return
+                    if os.path.basename(entry[0]).startswith(_TEMPORARY):
+                        os.unlink(os.path.join(found.tree(number), entry[0]))
+                        continue
+                    if entry[1] == "f" and entry[9] > 1 and entry[3] < SHARED_FROM:
+                        _own_copy(tree, entry[0], index, vouched.known)
+
+
+def _own_copy(tree, path, index, known):
+    row = index.rows.get(path)
+    if row is None:
+        return
+    try:
+        fd = tree.open(path)
+        try:
+            data = os.read(fd, SHARED_FROM)
+            info = os.fstat(fd)
+        finally:
+            os.close(fd)
+        if hashlib.sha256(data).hexdigest() != row[3]:
+            return  # edited by hand: which generation was meant is not ours to guess, `status` names it
+        at, base = tree.parent(path)
+        temporary = _TEMPORARY + base[:200]
+        out = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, info.st_mode & 0o777, dir_fd=at)
+        try:
+            os.write(out, data)
+            os.fchmod(out, info.st_mode & 0o777)
+            os.utime(out, ns=(info.st_atime_ns, info.st_mtime_ns))
+            fresh = os.fstat(out)
+        finally:
+            os.close(out)
+        os.rename(temporary, base, src_dir_fd=at, dst_dir_fd=at)
+    except (OSError, HostilePath):
+        return
+    known[(fresh.st_dev, fresh.st_ino)] = (fresh.st_size, fresh.st_mtime_ns, row[3])

@@ -1,0 +1,332 @@
+"""Requests that change a host. A push is: begin, stage, objects..., received, build, prove, switch, probe; then confirm, afresh.
+
+Each handler journals the state it is about to enter. The end of the connection closes the push: what was received stays for
+the next try, the partial tree goes, and a switch that was made is the guardian's affair.
+"""
+
+import os
+import time
+import uuid
+
+from ddtree_deploy.agent import durable, facts, frames, guardian, layout, locks, objects, prove, stage, switch, tidy, venvs, walk
+from ddtree_deploy.agent.failure import Failure
+from ddtree_deploy.agent.reads import venv_python
+
+
+class Push:
+    """What a connection holds between `begin` and its end."""
+
+    def __init__(self, found, lock_fd, tidy_fd, who):
+        self.found = found
+        self.fds = [lock_fd, tidy_fd]
+        self.lock_fd = lock_fd
+        self.who = who
+        self.tx = uuid.uuid4().hex[:16]
+        self.python = venv_python(found.venv)
+        self.number = None
+        self.journal = {}
+        self.info = {}
+        self.wanted = []
+        self.sources = None
+        self.landing = None
+        self.index = None
+        self.switched = False
+        self.keep_incoming = True
+        self.keep_generations = 3
+        self.fresh_incoming = not os.path.isdir(found.incoming)
+
+
+def _open(session):
+    if session.push is None:
+        raise Failure("internal", "this request needs a push that has begun")
+    return session.push
+
+
+def create(session, header, _value):
+    """Make the venv with an interpreter of the host that has the wanted minor version."""
+    return {"_big": venvs.create(os.path.abspath(os.path.expanduser(header["venv"])), header["minor"], header.get("candidates", []))}
+
+
+def begin(session, header, _value):
+    """Take the lock, bring what an earlier run left unfinished to its end, and open a push."""
+    if session.push is not None:
+        raise Failure("internal", "a push has already begun on this connection")
+    found = layout.locate(header["venv"])
+    if os.stat(found.venv).st_dev != os.stat(os.path.dirname(found.site)).st_dev:
+        raise Failure("incompatible", "`%s` and its site-packages are on different file systems" % found.venv,
+                      mend="a switch is one rename and needs both on one file system")
+    os.makedirs(found.generations, exist_ok=True)
+    who = {"who": str(header.get("who", "unknown")), "what": str(header.get("what", "push")), "snapshot": header.get("snapshot", "")}
+    lock_fd = locks.acquire(found, who, float(header.get("lock_wait", 0)), session.aborted)
+    push = Push(found, lock_fd, tidy.wait_until_still(found), who)
+    session.push = push
+    push.keep_generations = int(header.get("keep_generations", 3))
+    recovered = switch.recover(found, push.python)
+    push.journal = switch.write_journal(found, {
+        "tx": push.tx, "state": "receiving", "who": who["who"], "what": who["what"], "snapshot": who["snapshot"], "pid": os.getpid(),
+        "previous": found.live() or 0,
+    })
+    return {"tx": push.tx, "generation": found.live(), "recovered": recovered}
+
+
+def stage_request(session, header, value):
+    """Check the wanted tree, compare the host with the plan's base, and answer which content is missing."""
+    push = _open(session)
+    push.wanted = stage.parse_result(value["files"])
+    push.info = value["info"]
+    live = push.found.live()
+    root = push.found.site if live is None else push.found.tree(live)
+    entries = walk.walk(root)
+    if walk.fingerprint(entries) != header["base"]:
+        raise Failure("stale-plan", "`%s` changed since the plan was made" % push.found.site)
+    push.sources = stage.gather(push.found, entries, value.get("vouch", []))
+    need = stage.missing(push.wanted, push.sources, push.found)
+    space = facts.space(push.found.venv)
+    short = sum(need.values()) + (64 << 20) - space["free_bytes"]
+    inodes = len(push.wanted) + len(need) + 1024 - space["free_inodes"]
+    if short > 0 or (space["free_inodes"] and inodes > 0):
+        push.keep_incoming = False
+        what = "%d bytes" % short if short > 0 else "%d inodes" % inodes
+        raise Failure("no-space", "`%s` has too little space: %s are missing" % (push.found.venv, what))
+    push.number = push.found.next_number()
+
+    def place(digest, temporary):
+        os.rename(temporary, os.path.join(push.found.incoming, digest))
+
+    push.landing = objects.Landing(push.found.incoming, place, expected=need)
+    return {"generation": push.number, "_big": sorted(need.items(), key=lambda item: (-item[1], item[0]))}
+
+
+def receive(session, header):
+    """Take a frame of objects (runs on the reading thread, so that the wire is never waited for twice)."""
+    if session.push is None or session.push.landing is None:
+        raise frames.ProtocolError("objects before a push was staged")
+    session.push.landing.receive(session.reader, header)
+
+
+def received(session, header, _value):
+    """Say what arrived: objects, bytes, and the digests whose bytes were something else."""
+    push = _open(session)
+    landing = push.landing
+    if landing.error is not None:
+        push.keep_incoming = False
+        raise landing.error
+    bad, landing.bad = landing.bad, []
+    return {"objects": landing.received, "bytes": landing.bytes, "bad": bad}
+
+
+def build(session, header, _value):
+    """Build the new generation's tree from what is here."""
+    push = _open(session)
+    root = push.found.tree(push.number)
+    os.makedirs(push.found.directory(push.number))
+    try:
+        push.index = stage.build(session, push.found, root, push.wanted, push.sources)
+    except OSError:
+        push.keep_incoming = False
+        raise
+    stage.keep_bytecode(root, push.index, push.sources)
+    push.journal = switch.write_journal(push.found, push.journal, state="staged", generation=push.number)
+    changed = [path for path, row in push.index.rows.items() if row[0] == "f" and _is_new(push, path, row)]
+    return {"generation": push.number, "root": root, "_big": sorted(changed)}
+
+
+def _is_new(push, path, row):
+    same = push.sources.by_path.get(path)
+    return same is None or same[0] != row[3]
+
+
+def prove_staged(session, header, value):
+    """Prove the staged tree: hashes of everything, syntax of `value.sources`, import of `value.modules`; then make it a generation."""
+    push = _open(session)
+    root = push.found.tree(push.number)
+    expected = [[path, row[0], row[1], row[2], row[3]] for path, row in sorted(push.index.rows.items())]
+    stamps = {path: ((row[4], row[5], row[2], row[6], row[7]), row[3]) for path, row in push.index.rows.items()}
+    hashed, vouched, bad = prove.hashes(session, root, expected, stamps)
+    out = {"hashed": hashed, "vouched": vouched, "bad": bad, "compiled": None, "syntax_errors": [], "imports": None}
+    if not bad:
+        out["compiled"], out["syntax_errors"] = prove.syntax(session, push.python, root, value["sources"])
+    if not bad and value.get("modules"):
+        out["imports"] = _imports(session, push, root, header, value["modules"])
+    return {"_big": out}
+
+
+def _imports(session, push, root, header, modules):
+    live = push.found.live()
+    live_root = push.found.site if live is None else push.found.tree(live)
+    return prove.imports(
+        session, push.python, root, live_root, push.found.venv, modules, header.get("user", ""), header.get("env", {}),
+        float(header.get("timeout", 120)), header.get("jobs"),
+    )
+
+
+def commit(session, header, _value):
+    """Make the proved tree a generation (not yet the live one)."""
+    push = _open(session)
+    push.journal = switch.write_journal(push.found, push.journal, state="proved")
+    info = {**push.info, "number": push.number, "created": locks.utc(), "tx": push.tx, "who": push.who["who"]}
+    stage.publish(push.found, push.number, push.index, info)
+    return {"generation": push.number}
+
+
+def choose(session, header, _value):
+    """Aim a rollback at an existing generation (`generation`, or the one before the live one)."""
+    push = _open(session)
+    found = push.found
+    numbers = found.numbers()
+    live = found.live()
+    if live is None:
+        raise Failure("usage", "`%s` has no generations yet" % found.venv, mend="push to it first")
+    wanted = header.get("generation")
+    if wanted is None:
+        wanted = found.previous_of(live)
+    if wanted not in numbers:
+        raise Failure("usage", "there is no generation %s to go back to" % ("before %d" % live if wanted is None else wanted),
+                      mend="generations here: %s" % ", ".join(str(n) for n in numbers))
+    push.number = wanted
+    push.journal = switch.write_journal(found, push.journal, state="proved", generation=wanted, snapshot=(found.info(wanted) or {}).get("snapshot", ""))
+    return {"generation": wanted, "previous": live}
+
+
+def switch_request(session, header, _value):
+    """Start the guardian, then make the generation live. From here on the host goes back by itself unless it is confirmed."""
+    push = _open(session)
+    found = push.found
+    seconds = float(header["deadline"])
+    push.journal = switch.write_journal(
+        found, push.journal, state="switched", generation=push.number, previous=found.live() or 0, deadline=time.time() + seconds
+    )
+    push.switched = True
+    guardian.start(found, push.tx, push.lock_fd, session.zip_fd, push.keep_generations)
+    if found.live() is None:
+        _adopt(push, bool(header.get("accept_gap")))
+    switch.flip(found, push.number, push.python)
+    return {"generation": push.number, "previous": push.journal["previous"], "tx": push.tx}
+
+
+def _adopt(push, accept_gap):
+    found = push.found
+    entries = walk.walk(found.site)
+    rows = {}
+    known = {path: (digest, entry) for path, (digest, _root, entry) in push.sources.by_path.items()}
+    for entry in entries:
+        digest = entry[8] if entry[1] == "l" else known.get(entry[0], ("",))[0]
+        rows[entry[0]] = (entry[1], entry[2], entry[3], digest, entry[4], entry[5], entry[6], entry[7])
+    info = {"number": 0, "created": locks.utc(), "as_found": True, "snapshot": "", "result": "",
+            "files": len(rows), "bytes": sum(row[2] for row in rows.values())}
+    os.makedirs(found.directory(0), exist_ok=True)
+    layout.Index(rows).save(os.path.join(found.directory(0), "index"))
+    switch.adopt(found, accept_gap, info)
+
+
+def probe_live(session, header, value):
+    """Prove the live tree again after the switch, and give the confirmation its deadline."""
+    push = _open(session)
+    imports = _imports(session, push, push.found.tree(push.number), header, value) if value else []
+    push.journal = switch.write_journal(push.found, push.journal, state="probed", deadline=time.time() + float(header["confirm_timeout"]))
+    return {"_big": imports}
+
+
+def revert(session, header, _value):
+    """Decide that the switch is not kept, and wait until the host's ledger says so."""
+    push = _open(session)
+    switch.decide(push.found, push.tx, "reverted", str(header.get("reason", "")))
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline and switch.outcome(push.found, push.tx) is None:
+        time.sleep(0.02)
+    if switch.outcome(push.found, push.tx) is None:
+        switch.settle(push.found, push.python)
+    return {"outcome": switch.outcome(push.found, push.tx), "live": push.found.live()}
+
+
+def confirm(session, header, _value):
+    """Confirm a switch from a fresh connection, and answer what the ledger says."""
+    found = layout.locate(header["venv"])
+    done = switch.confirm(found, str(header["tx"]), venv_python(found.venv), float(header.get("wait", 20)), session.aborted)
+    return {"outcome": done, "live": found.live()}
+
+
+def prune(session, header, _value):
+    """Remove generations that may go; needs the lock, which `begin` took."""
+    push = _open(session)
+    live = push.found.live()
+    gone = tidy.prunable(push.found, int(header["keep"]), live) if header.get("dry_run") else tidy.prune(push.found, int(header["keep"]), live)
+    return {"removed": gone, "in_use": {str(number): pids for number, pids in tidy.in_use(push.found).items()}}
+
+
+def release(session, header, _value):
+    """Turn the venv back into an ordinary one that holds the live generation; the other generations go."""
+    push = _open(session)
+    found = push.found
+    live = found.live()
+    if live is None:
+        raise Failure("usage", "`%s` is an ordinary venv already" % found.venv)
+    durable.exchange(found.site, found.tree(live))
+    durable.sync_directory(os.path.dirname(found.site))
+    switch.log(found, event="released", generation=live, who=push.who["who"])
+    session.push = None
+    _unlock(push)
+    layout.remove(found.generations)
+    layout.remove(found.state)
+    return {"generation": live}
+
+
+def abort(session, header, _value):
+    """End the push without a switch: the partial tree goes, and with `everything` also what was received."""
+    push = _open(session)
+    push.keep_incoming = push.keep_incoming and not header.get("everything")
+    close(session)
+    return {}
+
+
+def close(session):
+    """Leave the host as a push that ends here must leave it; called at the end of every connection."""
+    push, session.push = session.push, None
+    if push is None:
+        return
+    try:
+        if not push.switched:
+            stage.discard(push.found, everything=not push.keep_incoming)
+            layout.remove(push.found.journal)
+        elif push.found.live() == push.number or push.index is None:
+            stage.discard(push.found, everything=True)
+        _tidy_away(push)
+    finally:
+        _unlock(push)
+
+
+def _tidy_away(push):
+    if push.fresh_incoming and not push.keep_incoming:
+        layout.remove(push.found.incoming)
+    if not push.switched and push.found.live() is None and not push.found.numbers() and not os.path.isdir(push.found.incoming):
+        # A first push that came to nothing leaves an ordinary venv, as it was found.
+        for name in os.listdir(push.found.state):
+            if name not in ("ledger.jsonl",):
+                layout.remove(os.path.join(push.found.state, name))
+        if not os.listdir(push.found.state):
+            os.rmdir(push.found.state)
+
+
+def _unlock(push):
+    for fd in push.fds:
+        os.close(fd)
+    push.fds = []
+
+
+HANDLERS = {
+    "create": create,
+    "begin": begin,
+    "stage": stage_request,
+    "received": received,
+    "build": build,
+    "prove": prove_staged,
+    "commit": commit,
+    "choose": choose,
+    "switch": switch_request,
+    "probe-live": probe_live,
+    "revert": revert,
+    "confirm": confirm,
+    "prune": prune,
+    "release": release,
+    "abort": abort,
+}
