@@ -22,6 +22,7 @@ from ddtree_deploy.hosts.base import Host
 
 CLONE_NEWNET = 0x40000000
 NETWORK = "10.77.0"
+MAC = "02:00:00:00:00:0"
 TOOLS = ("ip", "bridge", "tc", "unshare", "nsenter", "setpriv", "mkfs.ext4", "ssh", "ssh-keygen")
 # The first process of a machine: make its root, then only reap.
 FIRST_PROCESS = r"""
@@ -235,9 +236,13 @@ def two_hosts(*names: str, disk_mib: int = 20_000) -> Iterator[Lab]:
         controller = holders[0].pid
         inside = ["nsenter", f"--target={controller}", "--net", "--"]
         _until(lambda: os.readlink(f"/proc/{controller}/ns/net") != os.readlink("/proc/self/ns/net"), "the controller")
-        for words in ("lo up", "br0 type bridge", "br0 up"):
-            _check([*inside, "ip", "link", "add" if "type" in words else "set", *words.split()])
-        _check([*inside, "ip", "address", "add", f"{NETWORK}.1/24", "dev", "br0"])
+        for words in (
+            "link set lo up",
+            f"link add br0 address {MAC}1 type bridge",
+            "link set br0 up",
+            f"address add {NETWORK}.1/24 dev br0",
+        ):
+            _check([*inside, "ip", *words.split()])
         lab = Lab(controller, root)
         lab.share.mkdir()
         identity = make_key(root / "identity")
@@ -253,15 +258,14 @@ def two_hosts(*names: str, disk_mib: int = 20_000) -> Iterator[Lab]:
                 )
             )
             first = _first_process(holders[-1], root / name / "ready")
-            address, port = f"{NETWORK}.{number}", f"port{number}"
-            machine = Machine(name, address, port, first, controller, lab.share)
-            _wire(machine, inside)
+            machine = Machine(name, f"{NETWORK}.{number}", f"port{number}", first, controller, lab.share)
+            _wire(machine, inside, f"{MAC}{number}")
             _furnish(machine, identity)
             machines.append(machine)
             public = " ".join((lab.share / name / "host_ed25519.pub").read_text().split()[:2])
             with lab.known_hosts.open("a") as known:
-                known.write(f"{address} {public}\n")
-            config += client_config(22, [name], identity, lab.known_hosts, host=address)
+                known.write(f"{machine.address} {public}\n")
+            config += client_config(22, [name], identity, lab.known_hosts, host=machine.address)
         lab.ssh_config.write_text(config)
         lab.env["DDTREE_SSH_CONFIG"] = str(lab.ssh_config)
         lab.hosts = tuple(machines)
@@ -302,14 +306,17 @@ def _first_process(holder: subprocess.Popen[bytes], ready: Path) -> int:
     return first
 
 
-def _wire(machine: Machine, inside: Sequence[str]) -> None:
-    peer = ["type", "veth", "peer", "name", "eth0", "netns", str(machine.first)]
-    _check([*inside, "ip", "link", "add", machine.port, *peer])
-    _check([*inside, "ip", "link", "set", machine.port, "master", "br0", "up"])
-    there = ["nsenter", f"--target={machine.first}", "--net", "--", "ip"]
+def _wire(machine: Machine, inside: Sequence[str], mac: str) -> None:
+    here, there = [*inside, "ip"], ["nsenter", f"--target={machine.first}", "--net", "--", "ip"]
+    peer = ["type", "veth", "peer", "name", "eth0", "address", mac, "netns", str(machine.first)]
+    _check([*here, "link", "add", machine.port, *peer])
+    _check([*here, "link", "set", machine.port, "master", "br0", "up"])
     _check([*there, "address", "add", f"{machine.address}/24", "dev", "eth0"])
     for device in ("lo", "eth0"):
         _check([*there, "link", "set", device, "up"])
+    # Neighbours that never expire: else a cut shows as "no route to host" or as silence, as the ARP cache pleases.
+    _check([*here, "neigh", "add", machine.address, "lladdr", mac, "dev", "br0", "nud", "permanent"])
+    _check([*there, "neigh", "add", f"{NETWORK}.1", "lladdr", f"{MAC}1", "dev", "eth0", "nud", "permanent"])
 
 
 def _furnish(machine: Machine, identity: Path) -> None:
