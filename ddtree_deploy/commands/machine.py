@@ -1,0 +1,72 @@
+"""This machine's side: hosts, configuration, doctor, demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ddtree_deploy.commands import flags
+from ddtree_deploy.commands.run import command
+from ddtree_deploy.render.ui import Ui
+
+PANEL = "Set up"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this family."""
+    command(app, "demo", panel=PANEL, examples=("demo", "demo --keep /tmp/look"))(demo)
+    command(app, "doctor", panel=PANEL, examples=("doctor", "doctor ct200", "doctor --json > report.json"))(doctor)
+    command(app, "hosts", panel=PANEL, examples=("hosts", "hosts --json"))(hosts)
+    command(app, "config", panel=PANEL, examples=("config", "config --example > ddtree.toml"))(config)
+
+
+def demo(
+    ui: Ui,
+    keep: Annotated[
+        Path | None, typer.Option("--keep", metavar="DIR", help="Work there and leave it; else a temporary directory.")
+    ] = None,
+) -> None:
+    """Play the main job on this machine, start to end.
+
+    Snapshot, diff, push with proofs, a broken snapshot refused, rollback. Two hosts that are really separate venvs, over a loopback sshd where this user can start one. No root, no second
+    machine, under two minutes.
+    """
+    from ddtree_deploy.demo import run
+
+    run(ui, keep)
+
+
+def doctor(
+    ui: Ui,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[HOST]", help="Also look at this host.", autocompletion=flags.complete_host, show_default=False),
+    ] = None,
+    venv: flags.Venv = None,
+    transport: flags.Transport = None,
+    accept_new_host_key: flags.AcceptNewHostKey = False,
+) -> int:
+    """Check this machine, or a host, for what a push needs.
+
+    Each problem comes with what to do. Exits with 1 when a row fails; warnings alone exit with 0. `--json` is what to attach to a bug report.
+    """
+    from ddtree_deploy.doctor import doctor as run
+    from ddtree_deploy.render import views
+
+    checks = run(flags.host(name, venv, transport, accept_new_host_key) if name else None, emit=ui.emit)
+    return views.doctor(ui, checks)
+
+
+def hosts(ui: Ui) -> None:
+    """List the hosts that commands can name.
+
+    `local`, those of ddtree.toml, and ssh aliases.
+    """
+
+
+def config(
+    ui: Ui, example: Annotated[bool, typer.Option("--example", help="Print an annotated ddtree.toml.")] = False
+) -> None:
+    """Show every setting and where it comes from."""

@@ -1,0 +1,242 @@
+"""Move a snapshot to a host: what would change, the push itself, and proof of what is there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ddtree_deploy.commands import flags
+from ddtree_deploy.commands.run import command
+from ddtree_deploy.render.ui import Ui
+
+if TYPE_CHECKING:
+    from ddtree_deploy.hosts.base import Host
+    from ddtree_deploy.models import Plan, Pushed
+    from ddtree_deploy.store import Store
+    from ddtree_deploy.transfer import PushOptions
+
+PANEL = "Move"
+SWITCH = "Switch"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this family."""
+    command(app, "diff", panel=PANEL, examples=(
+        "diff ct200",
+        "diff ct200 --snapshot known-good --only sglang --files",
+        "diff ct200 --exit-code -q || echo differs",
+    ))(diff)  # fmt: skip
+    command(app, "push", panel=PANEL, examples=(
+        "push ct200 --verify",
+        "push ct200 --snapshot known-good --only sglang --only sglang-kernel -n",
+        "push local --venv /tmp/copy --create --base /root/venv -y",
+    ))(push)  # fmt: skip
+    command(app, "verify", panel=PANEL, examples=(
+        "verify ct200", "verify ct200 --level import", "verify local --venv /root/venv --deep --json",
+    ))(verify)  # fmt: skip
+
+
+def diff(
+    ui: Ui,
+    name: flags.Target,
+    venv: flags.Venv = None,
+    transport: flags.Transport = None,
+    accept_new_host_key: flags.AcceptNewHostKey = False,
+    snapshot: flags.Snapshot = None,
+    only: flags.Only = None,
+    with_: flags.With = None,
+    files: flags.Files = False,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 3 when something would change.")] = False,
+) -> int:
+    """Show what a push would change: packages, and files with --files."""
+    from ddtree_deploy.render import plan_views
+    from ddtree_deploy.store import Store
+    from ddtree_deploy.transfer import PushOptions, plan_push
+
+    store = Store.open()
+    options = PushOptions(only=tuple(only or ()), with_=tuple(with_ or ()))
+    where = flags.host(name, venv, transport, accept_new_host_key)
+    plan = plan_push(where, store, store.resolve(snapshot), options, ui.emit)
+    plan_views.show(ui, plan, files)
+    return 3 if exit_code and not plan.empty else 0
+
+
+def push(
+    ui: Ui,
+    names: flags.Targets,
+    venv: flags.Venv = None,
+    transport: flags.Transport = None,
+    accept_new_host_key: flags.AcceptNewHostKey = False,
+    snapshot: flags.Snapshot = None,
+    only: flags.Only = None,
+    with_: flags.With = None,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Prove again after the switch.", rich_help_panel=SWITCH)
+    ] = True,
+    files: flags.Files = False,
+    create: Annotated[bool, typer.Option("--create", help="Make the venv if it is missing.", rich_help_panel=flags.HOST)] = False,
+    base: Annotated[
+        str, typer.Option("--base", metavar="VENV", help="With --create: take over this venv.", rich_help_panel=flags.HOST)
+    ] = "",
+    confirm_timeout: Annotated[
+        float,
+        typer.Option(
+            "--confirm-timeout", metavar="SECS", min=1, help="The host goes back unless confirmed by then.", rich_help_panel=SWITCH
+        ),
+    ] = 30.0,
+    rollback: Annotated[
+        bool,
+        typer.Option("--rollback/--no-rollback", help="Go back when a proof fails after the switch.", rich_help_panel=SWITCH),
+    ] = True,
+    probe_timeout: Annotated[
+        float, typer.Option("--probe-timeout", metavar="SECS", min=1, help="For one import.", rich_help_panel=SWITCH)
+    ] = 120.0,
+    lock_wait: Annotated[
+        float, typer.Option("--lock-wait", metavar="SECS", min=0, help="Wait for another run there.", rich_help_panel=flags.HOST)
+    ] = 0.0,
+    accept_gap: Annotated[
+        bool,
+        typer.Option(
+            "--accept-gap",
+            help="First push, file system without RENAME_EXCHANGE: accept a moment without packages.",
+            rich_help_panel=flags.SAFETY,
+        ),
+    ] = False,
+    jobs: Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Hosts at a time, after the first.")] = 4,
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="Go on with other hosts after a failure.")] = False,
+    dry_run: flags.DryRun = False,
+    yes: flags.Yes = False,
+) -> int:
+    """Bring a snapshot to hosts, prove it there, and switch.
+
+    The new tree is staged beside the live one and proved by the host's own interpreter; only then one rename makes it
+    live. It is probed again, and goes back by itself unless a fresh connection confirms it. With several hosts the
+    first one proves the snapshot before the others begin.
+    """
+    from ddtree_deploy.render import plan_views
+    from ddtree_deploy.store import Store
+    from ddtree_deploy.transfer import PushOptions, plan_push
+
+    store = Store.open()
+    identity = store.resolve(snapshot)
+    options = PushOptions(
+        only=tuple(only or ()),
+        with_=tuple(with_ or ()),
+        verify=verify,
+        create=create,
+        base=base,
+        confirm_timeout=confirm_timeout,
+        rollback=rollback,
+        lock_wait=lock_wait,
+        accept_gap=accept_gap,
+        probe_timeout=probe_timeout,
+    )
+    hosts = [flags.host(name, venv, transport, accept_new_host_key) for name in dict.fromkeys(names)]
+    if dry_run:
+        for where in hosts:
+            plan_views.show(ui, plan_push(where, store, identity, options, ui.emit), files, line=True)
+        ui.result(dry_run=True)
+        return 0
+    return _push_all(ui, hosts, store, identity, options, jobs, keep_going, yes, files)
+
+
+def _approval(ui: Ui, yes: bool, files: bool, lock: threading.Lock) -> Callable[[Plan], bool]:
+    """Make the question of a push: the plan is always shown, a person is asked only when it disturbs running processes."""
+    from ddtree_deploy.render import plan_views
+    from ddtree_deploy.render.words import plural
+
+    def approve(plan: Plan) -> bool:
+        with lock:
+            plan_views.announce(ui, plan, files)
+            if plan.empty or not plan.uses:
+                return True
+            running = plural(len({use.pid for use in plan.uses}), "process").replace("processs", "processes")
+            return ui.confirm(f"{running} on `{plan.target}` run from this venv; switch it under them?", yes)
+
+    return approve
+
+
+def _push_all(
+    ui: Ui,
+    hosts: list[Host],
+    store: Store,
+    identity: str,
+    options: PushOptions,
+    jobs: int,
+    keep_going: bool,
+    yes: bool,
+    files: bool,
+) -> int:
+    """Push to the first host alone, then to the others `jobs` at a time; return the first failure's exit code."""
+    from ddtree_deploy.errors import DeployError
+    from ddtree_deploy.render import views
+    from ddtree_deploy.transfer import push as push_one
+
+    approve = _approval(ui, yes, files, threading.Lock())
+    failures: list[DeployError] = []
+    pushed: list[Pushed] = []
+
+    def one(where: Host) -> None:
+        try:
+            done = push_one(where, store, identity, options, approve=approve, emit=ui.emit)
+        except DeployError as problem:
+            if len(hosts) == 1:
+                raise
+            failures.append(problem)
+            ui.error(problem)
+        else:
+            pushed.append(done)
+            views.pushed(ui, done)
+
+    one(hosts[0])
+    if len(hosts) > 1 and (keep_going or not failures):
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(lambda where: one(where) if keep_going or not failures else None, hosts[1:]))
+    untouched = len(hosts) - len(pushed) - len(failures)
+    if untouched:
+        ui.warn(f"{untouched} of {len(hosts)} hosts not touched, after the failure of another (see --keep-going)")
+    if failures:
+        return failures[0].exit_code
+    ui.result(pushed=pushed)
+    return 0
+
+
+def verify(
+    ui: Ui,
+    name: flags.Target,
+    venv: flags.Venv = None,
+    transport: flags.Transport = None,
+    accept_new_host_key: flags.AcceptNewHostKey = False,
+    level: Annotated[
+        list[str] | None,
+        typer.Option("--level", metavar="LEVEL", help="files, syntax, import; all if not given (repeatable)."),
+    ] = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Read every file again, trust no stat cache.")] = False,
+) -> int:
+    """Prove what is live on a host.
+
+    Every file has the recorded sha256, every source compiles there, every package imports.
+    """
+    from ddtree_deploy.errors import UsageProblem
+    from ddtree_deploy.render import proof_views
+    from ddtree_deploy.verify import verify as run
+
+    known = ("files", "syntax", "import")
+    levels = tuple(part for text in level or known for part in text.split(","))
+    for wrong in set(levels) - set(known):
+        raise UsageProblem(f"unknown level: `{wrong}`", mend="use files, syntax or import")
+    where = flags.host(name, venv, transport, accept_new_host_key)
+    from ddtree_deploy.store import Store
+
+    proofs = run(where, Store.open(), levels=levels, deep=deep, emit=ui.emit)
+    proof_views.show(ui, where.name, proofs)
+    proof_views.check(where.name, proofs)
+    ui.result()
+    return 0
+
+

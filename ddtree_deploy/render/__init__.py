@@ -1,0 +1,1 @@
+"""What the user sees: events, results and errors as tables and progress bars, plain lines, or JSON."""

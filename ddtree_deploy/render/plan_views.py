@@ -1,0 +1,125 @@
+"""A plan as the user reads it: the package table first, files when asked, what stands in the way, and the sum."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ddtree_deploy.render import as_json
+from ddtree_deploy.render.table import columns
+from ddtree_deploy.render.words import generation, plural, short, size, some
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ddtree_deploy.models import Check, PackageChange, Plan, Use
+    from ddtree_deploy.render.ui import Ui
+
+SIGNS = {"add": "+", "replace": "~", "change": "~", "remove": "-", "keep": "="}
+STYLES = {"+": "green", "~": "yellow", "-": "red", "=": "dim"}
+ROWS_IN_A_PUSH = 12
+
+
+def heading(plan: Plan) -> str:
+    """Say what goes where, onto what."""
+    onto = "an ordinary venv" if plan.base_generation is None else f"generation {generation(plan.base_generation)}"
+    return f"{plan.target}: {plan.venv} — snapshot {short(plan.snapshot)} onto {onto}"
+
+
+def summary(plan: Plan) -> str:
+    """Say how much changes, in one line."""
+    if plan.empty:
+        return "nothing would change"
+    signs = Counter(change.sign for change in plan.changes)
+    arriving = sum(change.size for change in plan.changes if change.sign != "-")
+    parts = [f"{signs[sign]} {word}" for sign, word in (("+", "added"), ("~", "changed"), ("-", "removed")) if signs[sign]]
+    return f"{plural(len(plan.changes), 'file')} differ: {', '.join(parts)}; {size(arriving)} of new content".replace(
+        "1 file differ:", "1 file differs:"
+    )
+
+
+def package_row(change: PackageChange) -> tuple[str, ...]:
+    """Lay out one distribution."""
+    after = "(same, other files)" if change.action == "change" else change.after
+    return (
+        SIGNS.get(change.action, change.action),
+        change.name,
+        change.before or "—",
+        after or "—",
+        str(change.files) if change.files else "",
+        size(change.bytes) if change.bytes else "",
+        change.why,
+    )
+
+
+def check_lines(checks: tuple[Check, ...], verbose: int = 0) -> list[tuple[str, str]]:
+    """Lay out checks that are not fine (with `-v` all) as (line, style)."""
+    lines: list[tuple[str, str]] = []
+    styles = {"block": "bold red", "warn": "yellow", "ok": "green"}
+    for check in checks:
+        if check.level == "ok" and not verbose:
+            continue
+        lines.append((f"{check.level:<5} {check.id}: {check.text}", styles.get(check.level, "")))
+        shown, more = some(check.evidence, 20 if verbose else 5)
+        lines += [(f"        {line}", "") for line in shown]
+        lines += [(f"        … and {more} more (-v)", "")] if more else []
+        lines += [(f"        hint: {check.mend}", "cyan")] if check.mend and check.level != "ok" else []
+    return lines
+
+
+def use_lines(uses: tuple[Use, ...]) -> list[str]:
+    """Lay out the processes that run from the tree."""
+    shown, more = some((f"in use by pid {use.pid} ({use.how}): {use.command}" for use in uses), 5)
+    return shown + ([f"… and {more} more"] if more else [])
+
+
+def lay_out(
+    ui: Ui, plan: Plan, files: bool, say: Callable[[str, str], None], rows: int | None, as_data: bool
+) -> None:
+    """Write a plan with `say(line, style)`; a table of at most `rows` packages (None: all)."""
+    changed = [change for change in plan.packages if change.action != "keep" or ui.verbose]
+    kept = sum(change.action == "keep" for change in plan.packages)
+    say(heading(plan), "bold")
+    if changed:
+        shown, more = some(changed, rows if rows is not None and not ui.verbose else len(changed))
+        table = [package_row(change) for change in shown]
+        heads = columns("", "package", "now", "becomes", "#files", "#size", "why")
+        if not any(row[-1] for row in table):
+            table, heads = [row[:-1] for row in table], heads[:-1]
+        if as_data:
+            ui.table(heads, table, [STYLES.get(row[0], "") for row in table])
+        else:
+            from ddtree_deploy.render.table import plain_table
+
+            for line in plain_table(heads, table):
+                say(line, "")
+        if more:
+            say(f"… and {plural(more, 'package')} more (`ddtree-deploy diff` shows all)", "")
+    if kept and not ui.verbose:
+        say(f"=  {plural(kept, 'other distribution')} kept as they are", "dim")
+    if files:
+        for change in plan.changes:
+            origin = f"  ({change.origin})" if change.origin not in ("", "stock") else ""
+            say(f"{change.sign} {change.path}{origin}", STYLES.get(change.sign, ""))
+    for line, style in check_lines(plan.checks, ui.verbose):
+        say(line, style)
+    for line in use_lines(plan.uses):
+        say(line, "yellow")
+    say(summary(plan), "")
+
+
+def show(ui: Ui, plan: Plan, files: bool, line: bool = False) -> None:
+    """Print a plan as data: `diff`, and `push -n` (there as a JSON line, `line`)."""
+    if line:
+        ui.json_line({"type": "plan", **as_json.plan(plan)})
+    else:
+        ui.document("plan", as_json.plan(plan))
+    if not ui.quiet:
+        lay_out(ui, plan, files, ui.data, None, as_data=True)
+
+
+def announce(ui: Ui, plan: Plan, files: bool) -> None:
+    """Tell a plan that is about to be applied."""
+    ui.json_line({"type": "plan", **as_json.plan(plan, files)})
+    if not ui.json and not ui.quiet and not plan.empty:
+        lay_out(ui, plan, files, ui.say, ROWS_IN_A_PUSH, as_data=False)

@@ -1,0 +1,219 @@
+"""Results as the user reads them: one function a command."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ddtree_deploy.models import PATCHED, UNOWNED
+from ddtree_deploy.render import as_json
+from ddtree_deploy.render.plan_views import use_lines
+from ddtree_deploy.render.proof_views import import_lines
+from ddtree_deploy.render.table import columns
+from ddtree_deploy.render.words import generation, plural, push_line, rollback_line, short, size, some
+
+if TYPE_CHECKING:
+    from ddtree_deploy.models import GenerationInfo, Manifest, Pushed, RolledBack, SnapshotRef, Status, Taken
+    from ddtree_deploy.render.ui import Ui
+
+
+def taken(ui: Ui, taken: Taken) -> None:
+    """Tell what a snapshot found; its identity goes to stdout, alone."""
+    manifest, ref = taken.manifest, taken.ref
+    origins = Counter(entry.origin for entry in manifest.files)
+    ui.say(
+        f"{ref.host}: {plural(len(manifest.distributions), 'distribution')}, {plural(ref.files, 'file')}, {size(ref.bytes)}"
+        f" — {origins[PATCHED]} patched, {origins[UNOWNED]} unowned"
+    )
+    _patched(ui.say, manifest, 20)
+    for finding in manifest.findings:
+        ui.say(f"  {finding.kind} {finding.where}: {finding.text}", "yellow")
+    for proof in taken.import_failures:
+        for line in import_lines(proof)[: None if ui.verbose else 1]:
+            ui.say(f"  on the source too: {line}", "yellow")
+    ui.say(
+        f"read {plural(taken.hashed_files, 'file')}, knew {taken.reused_files} from before; "
+        f"stored {plural(taken.new_objects, 'new object')}, {size(taken.new_bytes)}"
+    )
+    ui.json_line(
+        {
+            "type": "result",
+            "schema": as_json.SCHEMA,
+            "code": 0,
+            "snapshot": as_json.fields(ref),
+            "origins": dict(origins),
+            "patched": [entry.path for entry in manifest.files if entry.origin == PATCHED],
+            "findings": as_json.plain(manifest.findings),
+            "import_failures": as_json.plain(taken.import_failures),
+            **{name: getattr(taken, name) for name in ("new_objects", "new_bytes", "hashed_files", "reused_files")},
+        }
+    )
+    ui.data(ref.id)
+
+
+def _patched(say: Any, manifest: Manifest, most: int) -> None:
+    shown, more = some((entry.path for entry in manifest.files if entry.origin == PATCHED), most)
+    for path in shown:
+        say(f"  patched {path}")
+    if more:
+        say(f"  … and {more} more (`ddtree-deploy show --files`)")
+
+
+def snapshots(ui: Ui, refs: Sequence[SnapshotRef]) -> None:
+    """List snapshots."""
+    ui.document("snapshots", {"snapshots": refs})
+    if ui.quiet:
+        for ref in refs:
+            ui.data(ref.id)
+    elif refs:
+        heads = columns("snapshot", "label", "host", "venv", "taken", "#files", "#size", "#patched", "")
+        rows = [
+            (short(ref.id), ref.label, ref.host, ref.venv, _when(ref.created), str(ref.files), size(ref.bytes), str(ref.patched),
+             "" if ref.complete else "incomplete")
+            for ref in refs
+        ]  # fmt: skip
+        ui.table(heads, rows, ["" if ref.complete else "red" for ref in refs])
+    else:
+        ui.say("no snapshots yet: `ddtree-deploy snapshot HOST` takes one")
+
+
+def _when(stamp: str) -> str:
+    return stamp[:16].replace("T", " ")
+
+
+def snapshot(ui: Ui, ref: SnapshotRef, manifest: Manifest, files: bool) -> None:
+    """Show what a snapshot holds."""
+    ui.document("snapshot", {"ref": as_json.fields(ref), "manifest": as_json.manifest(manifest, files)})
+    label = f" ({ref.label})" if ref.label else ""
+    ui.data(f"{ref.id}{label}", "bold")
+    python = manifest.python
+    ui.data(f"{ref.host}:{ref.venv}, taken {_when(ref.created)} UTC, Python {python.version} {python.machine}, {python.libc}")
+    owned = Counter(entry.owner for entry in manifest.files)
+    bytes_of: Counter[int] = Counter()
+    patched_of: Counter[int] = Counter()
+    for entry in manifest.files:
+        bytes_of[entry.owner] += entry.size
+        patched_of[entry.owner] += entry.origin == PATCHED
+    order = sorted(range(len(manifest.distributions)), key=lambda index: manifest.distributions[index].name.lower())
+    rows = [
+        (
+            manifest.distributions[index].name,
+            manifest.distributions[index].shown_version,
+            str(owned[index]),
+            size(bytes_of[index]),
+            str(patched_of[index] or ""),
+        )
+        for index in order
+    ]
+    if owned[-1]:
+        rows.append(("(in nobody's RECORD)", "", str(owned[-1]), size(bytes_of[-1]), ""))
+    ui.table(columns("package", "version", "#files", "#size", "#patched"), rows)
+    if files:
+        for entry in manifest.files:
+            ui.data(f"{entry.origin:<7} {entry.size:>12} {entry.digest[:12] if entry.kind == 'f' else '-> ' + entry.digest} {entry.path}")
+    else:
+        _patched(ui.data, manifest, 50)
+    for finding in manifest.findings:
+        ui.data(f"  {finding.kind} {finding.where}: {finding.text}", "yellow")
+    for server in manifest.servers:
+        ui.data(f"  server {' '.join(server.argv)}")
+
+
+def pushed(ui: Ui, pushed: Pushed) -> None:
+    """Say how a push ended: the one line that scripts may rely on; with `-q` the generation alone."""
+    for proofs in pushed.proofs:
+        ui.json_line({"type": "proofs", "host": pushed.host, "ok": proofs.ok, **as_json.fields(proofs)})
+    if ui.verbose and pushed.phases:
+        ui.say(", ".join(f"{name} {spent:.1f} s" for name, spent in pushed.phases.items()))
+    running = {use.pid for use in pushed.in_use}
+    if running and not pushed.already:
+        listed = ", ".join(map(str, sorted(running)))
+        ui.warn(f"{pushed.host}: still running from the old generation until restarted: pid {listed}")
+    ui.json_line({"type": "pushed", **as_json.fields(pushed)})
+    ui.data(str(pushed.generation) if ui.quiet else push_line(pushed))
+
+
+def approve_rollback(ui: Ui, name: str, plan: Any, yes: bool) -> bool:
+    """Tell what a rollback will do; ask only when processes run from the live tree."""
+    ui.json_line({"type": "plan", **as_json.fields(plan)})
+    uses = getattr(plan, "uses", ())
+    for line in use_lines(uses):
+        ui.say(f"{name}: {line}", "yellow")
+    return not uses or ui.confirm(f"processes on `{name}` run from the live generation; switch it under them?", yes)
+
+
+def rolled_back(ui: Ui, back: RolledBack, dry_run: bool) -> None:
+    """Say how a rollback ended; with `-q` the generation alone."""
+    for proofs in back.proofs:
+        ui.json_line({"type": "proofs", "host": back.host, "ok": proofs.ok, **as_json.fields(proofs)})
+    ui.result(dry_run=dry_run, rolled_back=back)
+    if ui.quiet:
+        ui.data(str(back.generation))
+    elif dry_run:
+        ui.data(f"{back.host}: generation {generation(back.generation)} would be active (is {generation(back.previous)})")
+    else:
+        ui.data(rollback_line(back))
+
+
+def generations(ui: Ui, infos: Sequence[GenerationInfo]) -> None:
+    """List generations."""
+    ui.document("generations", {"generations": infos})
+    if ui.quiet:
+        for info in infos:
+            ui.data(str(info.number))
+    elif infos:
+        heads = columns("#generation", "state", "snapshot", "since", "#files", "#size", "in use by")
+        rows = [
+            (str(info.number), info.state, short(info.snapshot) or "—", _when(info.created), str(info.files), size(info.bytes),
+             ", ".join(f"pid {pid}" for pid in info.in_use))
+            for info in infos
+        ]  # fmt: skip
+        ui.table(heads, rows, ["bold" if info.state == "live" else "" for info in infos])
+    else:
+        ui.say("no generations: an ordinary venv, nothing was pushed there yet")
+
+
+def holder(lock: Mapping[str, Any]) -> str:
+    """Say who holds a lock."""
+    who = f"{lock.get('user', '?')}@{lock.get('host', '?')} (pid {lock.get('pid', '?')})"
+    return who + (f" since {lock['since']}" if lock.get("since") else "") + (f": {lock['what']}" if lock.get("what") else "")
+
+
+def status(ui: Ui, status: Status) -> None:
+    """Show a host's state: one fact a line, what needs attention marked by its words."""
+    drifted = len(status.changed) + len(status.added) + len(status.removed)
+    ui.document("status", {**as_json.fields(status), "drift": drifted})
+    if ui.quiet:
+        ui.data("none" if status.generation is None else str(status.generation))
+        return
+    if not status.managed:
+        ui.data(f"{status.host}: {status.venv} — an ordinary venv, nothing was pushed there yet")
+    else:
+        ui.data(
+            f"{status.host}: {status.venv} — generation {generation(status.generation)}, "
+            f"snapshot {short(status.snapshot) or 'none'}, live since {_when(status.since)}"
+        )
+        ui.data("drift     none" if not drifted else f"drift     {plural(drifted, 'file')} by hand since", "yellow" * bool(drifted))
+        for sign, paths in (("~", status.changed), ("+", status.added), ("-", status.removed)):
+            shown, more = some(paths, 1000 if ui.verbose else 10)
+            for path in shown:
+                ui.data(f"  {sign} {path}")
+            if more:
+                ui.data(f"  {sign} … and {more} more (-v)")
+    ui.data(f"journal   {status.journal or 'idle'}")
+    ui.data(f"lock      {'held by ' + holder(status.lock) if status.lock else 'free'}")
+    for line in use_lines(status.uses) or ["not in use by a process"]:
+        ui.data(f"process   {line}")
+    for name, version in status.packages:
+        ui.data(f"package   {name} {version}")
+
+
+def audit(ui: Ui, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Show the ledger, oldest first."""
+    ui.document("audit", {"lines": lines})
+    if not lines:
+        ui.say("the ledger is empty: nothing was pushed there yet")
+    for line in lines:
+        rest = "  ".join(f"{key}={value}" for key, value in line.items() if key not in ("time", "event") and value not in ("", None))
+        ui.data(f"{line.get('time', '')}  {line.get('event', '')}  {rest}".rstrip())
