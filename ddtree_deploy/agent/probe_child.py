@@ -1,0 +1,109 @@
+"""Import one module as the venv would, were `root` its site-packages; runs by `-S -c`, so it imports nothing of ours.
+
+argv: result descriptor, pid of the parent, root, live site-packages, venv, module. The result is one JSON object on the
+descriptor, never on stdout; whoever gets none knows that the import ended the process.
+"""
+
+import json
+import os
+import sys
+
+
+def fence(parent):
+    """No core files, a stack on stderr when a signal kills us, and no life of our own after the parent's death."""
+    import faulthandler
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable(all_threads=True)
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL (prctl(2))
+    except (ImportError, OSError, AttributeError):
+        return
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def set_paths(root, live, venv):
+    """Do what `site` does at start-up, with `root` in the place of the live site-packages."""
+    if sys.path and sys.path[0] == "":
+        del sys.path[0]  # `-c` puts the working directory first
+    import site
+
+    sys.prefix = sys.exec_prefix = venv
+    site.PREFIXES[:] = [venv]
+    ordinary = site.getsitepackages
+    same = os.path.realpath(live)
+
+    def getsitepackages(prefixes=None):
+        found = [root if os.path.realpath(path) == same else path for path in ordinary(prefixes)]
+        return found if root in found else [root, *found]
+
+    site.getsitepackages = getsitepackages
+    site.main()
+    site.getsitepackages = ordinary
+
+
+def mapped():
+    """Return the files of which a part is mapped executable, from /proc/self/maps."""
+    files = set()
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        for line in maps:
+            fields = line.rstrip("\n").split(None, 5)
+            if len(fields) == 6 and fields[5].startswith("/") and "x" in fields[1]:
+                files.add(fields[5])
+    return files
+
+
+def sources():
+    """Return the files that the loaded modules say they come from."""
+    found = set()
+    for module in list(sys.modules.values()):
+        try:
+            path = vars(module).get("__file__")
+        except TypeError:
+            continue
+        if isinstance(path, str) and path.startswith("/"):
+            found.add(path)
+    return found
+
+
+def main():
+    fd, parent = int(sys.argv[1]), int(sys.argv[2])
+    root, live, venv, module = sys.argv[3:7]
+    os.set_inheritable(fd, False)
+    fence(parent)
+    me = os.getpid()
+    sys.argv[:] = [""]
+    result = {"ok": True}
+    import importlib
+    import time
+    import traceback
+
+    started = time.monotonic()
+    try:
+        set_paths(root, live, venv)
+        started = time.monotonic()
+        importlib.import_module(module)
+    except SystemExit as error:
+        why = "the import called sys.exit(%r)" % (error.code,)
+        result = {"ok": False, "error": why, "traceback": traceback.format_exc()}
+    except BaseException as error:
+        lines = traceback.format_exception_only(type(error), error)
+        result = {"ok": False, "error": lines[-1].strip(), "traceback": traceback.format_exc()}
+    if os.getpid() != me:
+        os._exit(0)  # the import forked, and this is the copy
+    result["seconds"] = time.monotonic() - started
+    result["mapped"] = sorted(mapped())
+    result["modules"] = sorted(sources())
+    data = json.dumps(result).encode()
+    while data:
+        data = data[os.write(fd, data) :]
+    # No teardown: what runs at exit is not what is asked about.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
