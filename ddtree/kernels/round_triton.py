@@ -1,0 +1,117 @@
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""The rest of a round in Triton: the flat ancestor mask and the walk, one launch each."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ddtree.tree import TreeBatch
+from ddtree.walk import WalkBatch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+if triton is not None:
+
+    @triton.jit
+    def _flat_mask_kernel(
+        parents_ptr,  # [bs, n] int64
+        seq_lens_ptr,  # [bs]
+        mask_ptr,  # flat bool, as bytes
+        bs,
+        n,
+        max_depth,
+        BS_BLOCK: tl.constexpr,
+        N_BLOCK: tl.constexpr,
+        PREFIX_BLOCK: tl.constexpr,
+    ):
+        request = tl.program_id(0)
+        query = tl.program_id(1)
+        index = tl.arange(0, BS_BLOCK)
+        lengths = tl.load(seq_lens_ptr + index, mask=index < bs, other=0).to(tl.int64)
+        before = tl.sum(tl.where(index < request, lengths + n, 0), axis=0)
+        seq_len = tl.sum(tl.where(index == request, lengths, 0), axis=0)
+        row_ptr = mask_ptr + before * n + query * (seq_len + n)
+
+        column = tl.arange(0, PREFIX_BLOCK)
+        for start in range(0, seq_len, PREFIX_BLOCK):
+            tl.store(row_ptr + start + column, tl.full((PREFIX_BLOCK,), 1, tl.int8), mask=start + column < seq_len)
+
+        key = tl.arange(0, N_BLOCK)
+        node = query.to(tl.int64)
+        visible = key == node
+        for _ in range(0, max_depth):
+            # The root's parent is -1; staying at the root adds nothing.
+            node = tl.maximum(tl.load(parents_ptr + request * n + node), 0)
+            visible = visible | (key == node)
+        tl.store(row_ptr + seq_len + key, visible.to(tl.int8), mask=key < n)
+
+    @triton.jit
+    def _walk_kernel(
+        tokens_ptr,  # [bs, n] int64
+        parents_ptr,  # [bs, n] int64
+        valid_ptr,  # [bs] int64
+        next_ptr,  # [bs, n] int64
+        path_ptr,  # [bs, steps] int64
+        emitted_ptr,  # [bs, steps] int64
+        lengths_ptr,  # [bs] int64
+        n,
+        steps,
+        N_BLOCK: tl.constexpr,
+    ):
+        request = tl.program_id(0)
+        index = tl.arange(0, N_BLOCK)
+        valid = tl.load(valid_ptr + request)
+        tokens = tl.load(tokens_ptr + request * n + index, mask=index < n, other=-1)
+        parents = tl.load(parents_ptr + request * n + index, mask=index < n, other=-1)
+        # Dead nodes are nobody's child.
+        parents = tl.where(index < valid, parents, -1)
+        node = tl.sum(tl.full((N_BLOCK,), 0, tl.int64), axis=0)
+        length = node
+        for step in range(0, steps):
+            live = node >= 0
+            token = tl.load(next_ptr + request * n + node, mask=live, other=-1)
+            tl.store(path_ptr + request * steps + step, node)
+            tl.store(emitted_ptr + request * steps + step, token)
+            length += live.to(tl.int64)
+            child = tl.where((parents == node) & (tokens == token), index, -1)
+            node = tl.where(live, tl.max(child, axis=0).to(tl.int64), -1)
+        tl.store(lengths_ptr + request, length)
+
+
+def flat_mask_triton(
+    parents: Tensor, seq_lens: Tensor, seq_lens_sum: int, max_depth: int, *, out: Tensor | None = None
+) -> Tensor:
+    """Return what `flat_mask(ancestor_mask_batch(parents, max_depth), ...)` returns, in one launch."""
+    bs, n = parents.shape
+    size = n * (seq_lens_sum + bs * n)
+    if out is None:
+        out = torch.empty(size, dtype=torch.bool, device=parents.device)
+    elif out.numel() < size:
+        raise ValueError(f"mask buffer is too short: {out.numel()}, needs {size}")
+    _flat_mask_kernel[(bs, n)](
+        *(parents, seq_lens, out.view(torch.int8), bs, n, max_depth),
+        BS_BLOCK=triton.next_power_of_2(bs),
+        N_BLOCK=triton.next_power_of_2(n),
+        PREFIX_BLOCK=4096,
+    )
+    return out[:size]
+
+
+def greedy_walk_triton(trees: TreeBatch, target_next: Tensor, max_depth: int) -> WalkBatch:
+    """Return what `greedy_walk_batch` returns, in one launch; `target_next` is int64 `[bs, n]`, contiguous."""
+    bs, n = trees.tokens.shape
+    steps = max_depth + 1
+    device = trees.tokens.device
+    path, tokens = torch.empty((2, bs, steps), dtype=torch.int64, device=device).unbind(0)
+    lengths = torch.empty(bs, dtype=torch.int64, device=device)
+    _walk_kernel[(bs,)](
+        *(trees.tokens, trees.parents, trees.n_valid, target_next, path, tokens, lengths, n, steps),
+        N_BLOCK=triton.next_power_of_2(n),
+        num_warps=1,
+    )
+    return WalkBatch(path, tokens, lengths)
