@@ -70,6 +70,15 @@ def sources():
     return found
 
 
+def their_part(tb):
+    """Return a traceback without our own frames and those of the import system that come before the module's."""
+    while tb is not None and (
+        "importlib" in tb.tb_frame.f_code.co_filename or tb.tb_frame.f_code.co_filename == "<string>"
+    ):
+        tb = tb.tb_next
+    return tb
+
+
 def main():
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     root, live, venv, module = sys.argv[3:7]
@@ -87,12 +96,10 @@ def main():
         set_paths(root, live, venv)
         started = time.monotonic()
         importlib.import_module(module)
-    except SystemExit as error:
-        why = "the import called sys.exit(%r)" % (error.code,)
-        result = {"ok": False, "error": why, "traceback": traceback.format_exc()}
     except BaseException as error:
-        lines = traceback.format_exception_only(type(error), error)
-        result = {"ok": False, "error": lines[-1].strip(), "traceback": traceback.format_exc()}
+        lines = traceback.format_exception(type(error), error, their_part(error.__traceback__))
+        why = "the import called sys.exit(%r)" % (error.code,) if isinstance(error, SystemExit) else lines[-1].strip()
+        result = {"ok": False, "error": why, "traceback": "".join(lines)}
     if os.getpid() != me:
         os._exit(0)  # the import forked, and this is the copy
     result["seconds"] = time.monotonic() - started

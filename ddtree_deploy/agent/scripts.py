@@ -15,7 +15,7 @@ _SHEBANG = 127
 
 
 def shebang(python):
-    """Return the first lines of a script for `python`: plain, or through /bin/sh for a path that is long or has a space."""
+    """Return the first lines of a script for `python`: plain, or by /bin/sh where the path is long or has a space."""
     line = "#!%s\n" % python
     if len(os.fsencode(line)) <= _SHEBANG and not re.search(r"\s", python):
         return line
