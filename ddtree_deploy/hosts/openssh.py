@@ -4,42 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddtree_deploy.errors import DeployError, HostUnreachable, UsageProblem
+from ddtree_deploy.errors import DeployError, HostUnreachable
+from ddtree_deploy.hosts import known_hosts
 from ddtree_deploy.hosts.base import Channel, Host
 from ddtree_deploy.hosts.pipes import PipeChannel, early_death
-from ddtree_deploy.hosts.ssh_log import SshLog, any_problem
-
-# ssh keeps the first value it obtains, so these can not be weakened by ssh_options or by the user's configuration.
-# UpdateHostKeys would edit known_hosts behind the user's back; LogLevel and FingerprintHash feed ssh_log.
-_FIXED = (
-    "BatchMode=yes",
-    "UpdateHostKeys=no",
-    "NoHostAuthenticationForLocalhost=no",
-    "FingerprintHash=sha256",
-    "LogLevel=DEBUG1",
-    "RemoteCommand=none",
-    "ClearAllForwardings=yes",
-)
-# ssh gives up one interval after the last unanswered question: 15 * (2 + 1) = 45 s, well within the promised minute.
-_DEFAULTS = ("ConnectTimeout=15", "ServerAliveInterval=15", "ServerAliveCountMax=2")
-_OWNED = {option.split("=")[0].lower() for option in _FIXED} | {"stricthostkeychecking"}
-
-
-def ssh_argv(host: Host, argv: Sequence[str], log: str) -> list[str]:
-    """Build the command line. Raises UsageProblem when `ssh_options` touch what keeps impostors out."""
-    for option in host.ssh_options:
-        if (key := option.replace("=", " ").split(" ")[0]).lower() in _OWNED:
-            raise UsageProblem(f"`ssh_options` of `{host.name}` may not set {key}", mend=f"remove `{option}`")
-    strict = "accept-new" if host.accept_new_host_key else "yes"
-    options = [f"StrictHostKeyChecking={strict}", *_FIXED, *host.ssh_options, *_DEFAULTS]
-    config = ["-F", host.ssh_config] if host.ssh_config else []
-    flags = [word for option in options for word in ("-o", option)]
-    return ["ssh", "-T", "-x", "-a", "-E", log, *config, *flags, "--", host.address or host.name, shlex.join(argv)]
+from ddtree_deploy.hosts.ssh_argv import ssh_argv
+from ddtree_deploy.hosts.ssh_config import settings
+from ddtree_deploy.hosts.ssh_log import SshLog, connection_problem, host_key_problem
 
 
 class _SshChannel(PipeChannel):
@@ -52,9 +27,13 @@ class _SshChannel(PipeChannel):
 
     def _why(self, status: int | None, stderr: str) -> DeployError:
         log = self._read_log()
-        if status == 255 and not log.exit_seen:
-            return any_problem(self._host.name, log, stderr, self._host.host_key)
-        return early_death(self._host.name, self._argv, status, stderr)
+        if status != 255 or log.exit_seen:
+            return early_death(self._host.name, self._argv, status, stderr)
+        where = settings(self._host.address or self._host.name, ssh_config=self._host.ssh_config)
+        on_record = known_hosts.recorded(known_hosts.load(where.known_hosts_files), where.known_names)
+        return host_key_problem(self._host, log, where.known_names[0], on_record) or connection_problem(
+            self._host.name, log, stderr
+        )
 
     def notices(self) -> tuple[str, ...]:
         log = self._read_log()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ddtree_deploy.errors import DeployError, HostKeyProblem, HostUnreachable
+from ddtree_deploy.errors import HostKeyProblem, HostUnreachable
+from ddtree_deploy.hosts import key_errors
+from ddtree_deploy.hosts.base import Host
+from ddtree_deploy.hosts.known_hosts import Entry
 
+_REFUSED = "Host key verification failed"
 _DEBUG = re.compile(r"^debug\d: ")
 _LOGGED_IN = re.compile(r"^(debug1: )?Authenticated to |^debug1: mux_client_request_session", re.MULTILINE)
 _EXITED = re.compile(r"^debug1: Exit status \d", re.MULTILINE)
 _SERVER_KEY = re.compile(r"^debug1: Server host key: (\S+) (\S+)", re.MULTILINE)
-_CHANGED_NAME = re.compile(r"^Host key for (\S+) has changed", re.MULTILINE)
-_OFFENDING = re.compile(r"^Offending \S+ key in (.+):(\d+)", re.MULTILINE)
+_OFFENDING = re.compile(r"^Offending \S+ key in (.+:\d+)", re.MULTILINE)
 _NOISE = re.compile(
     r"^@|^$|^IT IS POSSIBLE|^Someone could|^It is also|^\s*remove with|^\s*ssh-keygen"
     r"|^Warning: Permanently|^Authenticated to|^Transferred: |^Bytes per second: "
@@ -45,41 +49,23 @@ class SshLog:
         )
 
 
-def host_key_problem(host: str, log: SshLog, pin: str = "") -> HostKeyProblem | None:
-    """Return the error when the log shows that the connection failed over the host key, else None."""
-    offered = log.server_key or "unknown"
-    if log.authenticated:
+def host_key_problem(host: Host, log: SshLog, name: str, on_record: Sequence[Entry]) -> HostKeyProblem | None:
+    """Return the error when the log shows that the connection failed over the host key, else None.
+
+    `name` is the host's in known_hosts, `on_record` its entries there.
+    """
+    if log.authenticated or _REFUSED not in log.text:
         return None
-    if pin and "Host key verification failed" in log.text:
-        return HostKeyProblem(
-            f"`{host}` does not show the pinned host key: {offered}, pinned {pin}",
-            mend=f"if the host was reinstalled, compare on its console and correct `host_key` of `[hosts.{host}]`",
-        )
-    if "REVOKED HOST KEY" in log.text or "was revoked" in log.text:
-        return HostKeyProblem(f"the host key of `{host}` is revoked: {offered}", mend=_REVOKED_MEND, causes=log.words)
-    if "HAS CHANGED" in log.text:
-        name, place = _CHANGED_NAME.search(log.text), _OFFENDING.search(log.text)
-        return HostKeyProblem(
-            f"the host key of `{host}` is not the recorded one: {offered}",
-            mend=changed_mend(name[1] if name else host, place[1] if place else ""),
-            causes=(f"recorded in {place[1]}:{place[2]}",) if place else (),
-        )
-    if "Host key verification failed" in log.text:
-        return HostKeyProblem(f"the host key of `{host}` is unknown: {offered}", mend=unknown_mend())
-    return None
-
-
-_REVOKED_MEND = "do not connect: the key was withdrawn; ask who runs the host for its new key"
-
-
-def changed_mend(name: str, file: str) -> str:
-    """Say what to do about a changed key; no flag of ours accepts one."""
-    where = f"-f {file} " if file else ""
-    return f"if the host was reinstalled, compare the fingerprint on its console, then `ssh-keygen {where}-R '{name}'`"
-
-
-def unknown_mend() -> str:
-    return "compare the fingerprint with the host's own (`ssh-keygen -lf`), then run again with `--accept-new-host-key`"
+    offered = log.server_key or "not shown"
+    if host.host_key and host.host_key not in offered:
+        return key_errors.not_pinned(host.name, offered, host.host_key)
+    if "was revoked" in log.text:
+        return key_errors.revoked(host.name, offered)
+    if on_record:
+        # ssh calls a key unknown when only keys of other kinds are on record.
+        place = _OFFENDING.search(log.text)
+        return key_errors.changed(host.name, offered, name, place[1] if place else on_record[0].place)
+    return key_errors.unknown(host.name, offered)
 
 
 def connection_problem(host: str, log: SshLog, stderr: str) -> HostUnreachable:
@@ -92,7 +78,3 @@ def connection_problem(host: str, log: SshLog, stderr: str) -> HostUnreachable:
         mend = f"make `ssh -o BatchMode=yes {host} true` work: a key in the agent, or an `IdentityFile`"
         return HostUnreachable(f"`{host}` refuses the login", mend=mend, causes=causes)
     return HostUnreachable(f"cannot reach `{host}`", causes=causes)
-
-
-def any_problem(host: str, log: SshLog, stderr: str, pin: str = "") -> DeployError:
-    return host_key_problem(host, log, pin) or connection_problem(host, log, stderr)
