@@ -39,37 +39,39 @@ def quiet_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     yield home
 
 
-def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    return str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
+class CiHonesty:
+    """Fail a CI run (`CI=true`) that skipped a test for another reason, or ran fewer than `DDTREE_LEAST_TESTS`."""
+
+    def __init__(self) -> None:
+        self.ran = 0
+        self.unexplained: list[str] = []
+
+    def note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        self.ran += getattr(report, "when", "") == "call" and not report.skipped
+        if report.skipped and not hasattr(report, "wasxfail"):
+            text = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+            reason = str(text).removeprefix("Skipped: ")
+            if not reason.startswith(ALLOWED_SKIPS):
+                self.unexplained.append(f"{report.nodeid}: {reason}")
+
+    pytest_runtest_logreport = note
+    pytest_collectreport = note
+
+    def problems(self) -> list[str]:
+        least = int(os.environ.get("DDTREE_LEAST_TESTS", "1"))
+        few = [f"only {self.ran} tests ran, expected at least {least}"] if self.ran < least else []
+        return [f"skipped in CI: {line}" for line in self.unexplained] + few
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.problems() and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for problem in self.problems():
+            terminalreporter.write_line(problem, red=True)
 
 
-_unexplained: list[str] = []
-
-
-def _note(report: pytest.TestReport | pytest.CollectReport) -> None:
-    if report.skipped and not hasattr(report, "wasxfail"):
-        reason = _reason(report).removeprefix("Skipped: ")
-        if not reason.startswith(ALLOWED_SKIPS):
-            _unexplained.append(f"{report.nodeid}: {reason}")
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    _note(report)
-
-
-def pytest_collectreport(report: pytest.CollectReport) -> None:
-    _note(report)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Where `CI=true`, fail when a test was skipped for a reason that CI does not allow, or when too few ran."""
-    if os.environ.get("CI") != "true" or hasattr(session.config, "workerinput"):
-        return
-    least = int(os.environ.get("DDTREE_LEAST_TESTS", "1"))
-    problems = [f"skipped in CI: {line}" for line in _unexplained]
-    if session.testscollected - len(_unexplained) < least and exitstatus == 0:
-        problems.append(f"only {session.testscollected} tests ran, expected at least {least}")
-    if problems:
-        print("\n" + "\n".join(problems))
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("CI") == "true" and not hasattr(config, "workerinput") and not config.option.collectonly:
+        config.pluginmanager.register(CiHonesty(), "ci-honesty")

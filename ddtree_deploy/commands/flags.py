@@ -23,23 +23,27 @@ def complete_host(incomplete: str) -> list[str]:
 
 def complete_snapshot(incomplete: str) -> list[str]:
     """Return the labels and short identities of the snapshots in the local store that begin so."""
+    from ddtree_deploy.errors import DeployError
     from ddtree_deploy.render.words import short
     from ddtree_deploy.store import Store
 
-    refs = Store.open().refs()
+    try:
+        refs = Store.open().refs()
+    except DeployError:
+        return []  # TAB has nowhere to complain
     names = [ref.label for ref in refs if ref.label] + [short(ref.id) for ref in refs]
     return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
 
 
 Target = Annotated[
     str,
-    typer.Argument(metavar="HOST", help="`local`, a host of ddtree.toml, or an ssh alias.", autocompletion=complete_host),
+    typer.Argument(
+        metavar="HOST", help="`local`, a host of ddtree.toml, or an ssh alias.", autocompletion=complete_host
+    ),
 ]
 Targets = Annotated[
     list[str],
-    typer.Argument(
-        metavar="HOST", help="`local`, hosts of ddtree.toml, or ssh aliases.", autocompletion=complete_host
-    ),
+    typer.Argument(metavar="HOST", help="`local`, hosts of ddtree.toml, or ssh aliases.", autocompletion=complete_host),
 ]
 Venv = Annotated[
     str | None,

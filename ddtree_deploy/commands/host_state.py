@@ -37,7 +37,10 @@ def register(app: typer.Typer) -> None:
         "rollback ct200", "rollback ct200 5 -n", "rollback local --venv /root/venv -y",
     ))(rollback)  # fmt: skip
     generations = typer.Typer(
-        cls=_group("ls"), help="The trees that a host keeps: list, prune, release.", no_args_is_help=True, rich_markup_mode=mode
+        cls=_group("ls"),
+        help="The trees that a host keeps: list, prune, release.",
+        no_args_is_help=True,
+        rich_markup_mode=mode,
     )
     command(generations, "ls", examples=("generations ct200", "generations ls ct200 --json"))(generations_ls)
     command(generations, "prune", examples=("generations prune ct200 -n", "generations prune ct200 --keep 2 -y"))(
@@ -47,7 +50,9 @@ def register(app: typer.Typer) -> None:
         generations_release
     )
     app.add_typer(generations, name="generations", rich_help_panel=PANEL)
-    lock = typer.Typer(cls=_group("status"), help="Who works on a host now.", no_args_is_help=True, rich_markup_mode=mode)
+    lock = typer.Typer(
+        cls=_group("status"), help="Who works on a host now.", no_args_is_help=True, rich_markup_mode=mode
+    )
     command(lock, "status", examples=("lock status ct200", "lock status ct200 --json"))(lock_status)
     app.add_typer(lock, name="lock", rich_help_panel=PANEL)
     command(app, "audit", panel=PANEL, examples=("audit ct200", "audit ct200 --limit 200 --json"))(audit)
@@ -74,7 +79,8 @@ def rollback(
     ui: Ui,
     name: flags.Target,
     generation: Annotated[
-        int | None, typer.Argument(metavar="[GENERATION]", help="Which one; the one before if not given.", show_default=False)
+        int | None,
+        typer.Argument(metavar="[GENERATION]", help="Which one; the one before if not given.", show_default=False),
     ] = None,
     venv: flags.Venv = None,
     transport: flags.Transport = None,
@@ -94,7 +100,9 @@ def rollback(
         return views.approve_rollback(ui, name, plan, yes)
 
     where = flags.host(name, venv, transport, accept_new_host_key)
-    views.rolled_back(ui, run(where, generation, approve=approve, dry_run=dry_run, verify=verify, emit=ui.emit), dry_run)
+    views.rolled_back(
+        ui, run(where, generation, approve=approve, dry_run=dry_run, verify=verify, emit=ui.emit), dry_run
+    )
 
 
 def generations_ls(

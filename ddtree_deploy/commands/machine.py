@@ -30,8 +30,8 @@ def demo(
 ) -> None:
     """Play the main job on this machine, start to end.
 
-    Snapshot, diff, push with proofs, a broken snapshot refused, rollback. Two hosts that are really separate venvs, over a loopback sshd where this user can start one. No root, no second
-    machine, under two minutes.
+    Snapshot, diff, push with proofs, a broken snapshot refused, rollback. Two hosts that are really separate venvs, over
+    a loopback sshd where this user can start one. No root, no second machine, under two minutes.
     """
     from ddtree_deploy.demo import run
 
@@ -42,7 +42,9 @@ def doctor(
     ui: Ui,
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[HOST]", help="Also look at this host.", autocompletion=flags.complete_host, show_default=False),
+        typer.Argument(
+            metavar="[HOST]", help="Also look at this host.", autocompletion=flags.complete_host, show_default=False
+        ),
     ] = None,
     venv: flags.Venv = None,
     transport: flags.Transport = None,
@@ -50,7 +52,8 @@ def doctor(
 ) -> int:
     """Check this machine, or a host, for what a push needs.
 
-    Each problem comes with what to do. Exits with 1 when a row fails; warnings alone exit with 0. `--json` is what to attach to a bug report.
+    Each problem comes with what to do. Exits with 1 when a row fails; warnings alone exit with 0. `--json` is what to
+    attach to a bug report.
     """
     from ddtree_deploy.doctor import doctor as run
     from ddtree_deploy.render import views

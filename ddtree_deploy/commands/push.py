@@ -77,25 +77,37 @@ def push(
         bool, typer.Option("--verify/--no-verify", help="Prove again after the switch.", rich_help_panel=SWITCH)
     ] = True,
     files: flags.Files = False,
-    create: Annotated[bool, typer.Option("--create", help="Make the venv if it is missing.", rich_help_panel=flags.HOST)] = False,
+    create: Annotated[
+        bool, typer.Option("--create", help="Make the venv if it is missing.", rich_help_panel=flags.HOST)
+    ] = False,
     base: Annotated[
-        str, typer.Option("--base", metavar="VENV", help="With --create: take over this venv.", rich_help_panel=flags.HOST)
+        str,
+        typer.Option("--base", metavar="VENV", help="With --create: take over this venv.", rich_help_panel=flags.HOST),
     ] = "",
     confirm_timeout: Annotated[
         float,
         typer.Option(
-            "--confirm-timeout", metavar="SECS", min=1, help="The host goes back unless confirmed by then.", rich_help_panel=SWITCH
+            "--confirm-timeout",
+            metavar="SECS",
+            min=1,
+            help="The host goes back unless confirmed by then.",
+            rich_help_panel=SWITCH,
         ),
     ] = 30.0,
     rollback: Annotated[
         bool,
-        typer.Option("--rollback/--no-rollback", help="Go back when a proof fails after the switch.", rich_help_panel=SWITCH),
+        typer.Option(
+            "--rollback/--no-rollback", help="Go back when a proof fails after the switch.", rich_help_panel=SWITCH
+        ),
     ] = True,
     probe_timeout: Annotated[
         float, typer.Option("--probe-timeout", metavar="SECS", min=1, help="For one import.", rich_help_panel=SWITCH)
     ] = 120.0,
     lock_wait: Annotated[
-        float, typer.Option("--lock-wait", metavar="SECS", min=0, help="Wait for another run there.", rich_help_panel=flags.HOST)
+        float,
+        typer.Option(
+            "--lock-wait", metavar="SECS", min=0, help="Wait for another run there.", rich_help_panel=flags.HOST
+        ),
     ] = 0.0,
     accept_gap: Annotated[
         bool,
@@ -144,7 +156,7 @@ def push(
 
 
 def _approval(ui: Ui, yes: bool, files: bool, lock: threading.Lock) -> Callable[[Plan], bool]:
-    """Make the question of a push: the plan is always shown, a person is asked only when it disturbs running processes."""
+    """Make the question of a push: the plan is always shown; a person is asked only when processes run from there."""
     from ddtree_deploy.render import plan_views
     from ddtree_deploy.render.words import plural
 
@@ -238,5 +250,3 @@ def verify(
     proof_views.check(where.name, proofs)
     ui.result()
     return 0
-
-

@@ -22,7 +22,12 @@ Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only errors an
 Verbose = Annotated[
     int,
     typer.Option(
-        "-v", "--verbose", count=True, show_default=False, rich_help_panel=PANEL, help="Name the steps; -vv: also messages."
+        "-v",
+        "--verbose",
+        count=True,
+        show_default=False,
+        rich_help_panel=PANEL,
+        help="Name the steps; -vv: also messages.",
     ),
 ]
 Color = Annotated[
@@ -35,7 +40,11 @@ NoProgress = Annotated[
 
 
 def _common(
-    as_json: Json = False, quiet: Quiet = False, verbose: Verbose = 0, color: Color = "auto", no_progress: NoProgress = False
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+    color: Color = "auto",
+    no_progress: NoProgress = False,
 ) -> Ui:
     return Ui(json=as_json, quiet=quiet, verbose=verbose, color=color, progress=not no_progress)
 
@@ -129,5 +138,3 @@ def command(
         return function
 
     return register
-
-

@@ -23,7 +23,10 @@ def register(app: typer.Typer) -> None:
     command(app, "ls", panel=PANEL, examples=("ls", "ls --json"))(ls)
     command(app, "show", panel=PANEL, examples=("show", "show known-good --files", "show 3f9a1c2 --json"))(show)
     cache = typer.Typer(
-        name="cache", help="Look after the store of snapshots.", no_args_is_help=True, rich_markup_mode=app.rich_markup_mode
+        name="cache",
+        help="Look after the store of snapshots.",
+        no_args_is_help=True,
+        rich_markup_mode=app.rich_markup_mode,
     )
     command(cache, "ls", examples=("cache ls", "cache ls --json"))(ls)
     command(cache, "verify", examples=("cache verify", "cache verify --json"))(cache_verify)
@@ -77,7 +80,10 @@ def show(
     snapshot: Annotated[
         str | None,
         typer.Argument(
-            metavar="[ID|LABEL]", help="The newest if not given.", autocompletion=flags.complete_snapshot, show_default=False
+            metavar="[ID|LABEL]",
+            help="The newest if not given.",
+            autocompletion=flags.complete_snapshot,
+            show_default=False,
         ),
     ] = None,
     files: flags.Files = False,
@@ -103,7 +109,9 @@ def cache_verify(ui: Ui) -> int:
     report = Store.open().verify(ui.emit)
     bad = [f"object {digest}: content differs" for digest in report.bad]
     bad += [f"snapshot {short(identity)}: object {digest} is missing" for identity, digest in report.missing]
-    ui.document("cache-verify", {"objects": report.objects, "bytes": report.bytes, "bad": report.bad, "missing": report.missing})
+    ui.document(
+        "cache-verify", {"objects": report.objects, "bytes": report.bytes, "bad": report.bad, "missing": report.missing}
+    )
     if bad:
         raise IntegrityFailure(
             f"the store has {plural(len(bad), 'problem')}", mend="take the snapshots again", causes=tuple(bad[:20])
@@ -115,7 +123,8 @@ def cache_verify(ui: Ui) -> int:
 def cache_prune(
     ui: Ui,
     keep: Annotated[
-        int | None, typer.Option("--keep", metavar="N", min=1, help="Also forget all but the newest N snapshots.")
+        int | None,
+        typer.Option("--keep", metavar="N", min=1, help="Also forget all but the newest N unlabelled snapshots."),
     ] = None,
     dry_run: flags.DryRun = False,
     yes: flags.Yes = False,
@@ -126,14 +135,18 @@ def cache_prune(
     from ddtree_deploy.store import Store
 
     store = Store.open()
-    planned = store.prune(keep, True, ui.emit)
+    planned = store.prune(keep, dry_run=True)
     nothing = not planned.objects and not planned.snapshots
     if not dry_run and not nothing:
-        if not ui.confirm(f"delete {plural(planned.objects, 'object')} ({size(planned.bytes)})?", yes):
+        forgotten = f"{plural(len(planned.snapshots), 'snapshot')} and " if planned.snapshots else ""
+        if not ui.confirm(f"delete {forgotten}{plural(planned.objects, 'object')} ({size(planned.bytes)})?", yes):
             raise Interrupted("not confirmed, nothing was deleted")
-        planned = store.prune(keep, False, ui.emit)
+        planned = store.prune(keep)
     verb = "would delete" if dry_run else "deleted"
-    ui.document("cache-prune", {"dry_run": dry_run, "objects": planned.objects, "bytes": planned.bytes, "snapshots": planned.snapshots})
+    ui.document(
+        "cache-prune",
+        {"dry_run": dry_run, "objects": planned.objects, "bytes": planned.bytes, "snapshots": planned.snapshots},
+    )
     ui.data("nothing to delete" if nothing else f"{verb} {plural(planned.objects, 'object')}, {size(planned.bytes)}")
 
 

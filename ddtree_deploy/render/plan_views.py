@@ -32,7 +32,9 @@ def summary(plan: Plan) -> str:
         return "nothing would change"
     signs = Counter(change.sign for change in plan.changes)
     arriving = sum(change.size for change in plan.changes if change.sign != "-")
-    parts = [f"{signs[sign]} {word}" for sign, word in (("+", "added"), ("~", "changed"), ("-", "removed")) if signs[sign]]
+    parts = [
+        f"{signs[sign]} {word}" for sign, word in (("+", "added"), ("~", "changed"), ("-", "removed")) if signs[sign]
+    ]
     return f"{plural(len(plan.changes), 'file')} differ: {', '.join(parts)}; {size(arriving)} of new content".replace(
         "1 file differ:", "1 file differs:"
     )
@@ -73,15 +75,14 @@ def use_lines(uses: tuple[Use, ...]) -> list[str]:
     return shown + ([f"… and {more} more"] if more else [])
 
 
-def lay_out(
-    ui: Ui, plan: Plan, files: bool, say: Callable[[str, str], None], rows: int | None, as_data: bool
-) -> None:
+def lay_out(ui: Ui, plan: Plan, files: bool, say: Callable[[str, str], None], rows: int | None, as_data: bool) -> None:
     """Write a plan with `say(line, style)`; a table of at most `rows` packages (None: all)."""
     changed = [change for change in plan.packages if change.action != "keep" or ui.verbose]
     kept = sum(change.action == "keep" for change in plan.packages)
     say(heading(plan), "bold")
     if changed:
-        shown, more = some(changed, rows if rows is not None and not ui.verbose else len(changed))
+        shown = changed if rows is None or ui.verbose else changed[:rows]
+        more = len(changed) - len(shown)
         table = [package_row(change) for change in shown]
         heads = columns("", "package", "now", "becomes", "#files", "#size", "why")
         if not any(row[-1] for row in table):

@@ -51,9 +51,7 @@ class Lines:
             what, tenth, spoke = event.what, 0, now
         reached = 10 * event.done // event.total if event.total else 0
         if reached > tenth and now - spoke >= QUIET_SECONDS:
-            self._write(
-                f"{event.host}: {event.what} {10 * reached} % ({amount(event.done, event.total, event.unit)})"
-            )
+            self._write(f"{event.host}: {event.what} {10 * reached} % ({amount(event.done, event.total, event.unit)})")
             tenth, spoke = reached, now
         self._phases[event.host] = (what, tenth, spoke)
 

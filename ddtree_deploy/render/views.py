@@ -23,8 +23,8 @@ def taken(ui: Ui, taken: Taken) -> None:
     manifest, ref = taken.manifest, taken.ref
     origins = Counter(entry.origin for entry in manifest.files)
     ui.say(
-        f"{ref.host}: {plural(len(manifest.distributions), 'distribution')}, {plural(ref.files, 'file')}, {size(ref.bytes)}"
-        f" — {origins[PATCHED]} patched, {origins[UNOWNED]} unowned"
+        f"{ref.host}: {plural(len(manifest.distributions), 'distribution')}, {plural(ref.files, 'file')}, "
+        f"{size(ref.bytes)} — {origins[PATCHED]} patched, {origins[UNOWNED]} unowned"
     )
     _patched(ui.say, manifest, 20)
     for finding in manifest.findings:
@@ -69,10 +69,19 @@ def snapshots(ui: Ui, refs: Sequence[SnapshotRef]) -> None:
     elif refs:
         heads = columns("snapshot", "label", "host", "venv", "taken", "#files", "#size", "#patched", "")
         rows = [
-            (short(ref.id), ref.label, ref.host, ref.venv, _when(ref.created), str(ref.files), size(ref.bytes), str(ref.patched),
-             "" if ref.complete else "incomplete")
+            (
+                short(ref.id),
+                ref.label,
+                ref.host,
+                ref.venv,
+                _when(ref.created),
+                str(ref.files),
+                size(ref.bytes),
+                str(ref.patched),
+                "" if ref.complete else "incomplete",
+            )
             for ref in refs
-        ]  # fmt: skip
+        ]
         ui.table(heads, rows, ["" if ref.complete else "red" for ref in refs])
     else:
         ui.say("no snapshots yet: `ddtree-deploy snapshot HOST` takes one")
@@ -88,7 +97,10 @@ def snapshot(ui: Ui, ref: SnapshotRef, manifest: Manifest, files: bool) -> None:
     label = f" ({ref.label})" if ref.label else ""
     ui.data(f"{ref.id}{label}", "bold")
     python = manifest.python
-    ui.data(f"{ref.host}:{ref.venv}, taken {_when(ref.created)} UTC, Python {python.version} {python.machine}, {python.libc}")
+    ui.data(
+        f"{ref.host}:{ref.venv}, taken {_when(ref.created)} UTC, "
+        f"Python {python.version} {python.machine}, {python.libc}"
+    )
     owned = Counter(entry.owner for entry in manifest.files)
     bytes_of: Counter[int] = Counter()
     patched_of: Counter[int] = Counter()
@@ -111,7 +123,8 @@ def snapshot(ui: Ui, ref: SnapshotRef, manifest: Manifest, files: bool) -> None:
     ui.table(columns("package", "version", "#files", "#size", "#patched"), rows)
     if files:
         for entry in manifest.files:
-            ui.data(f"{entry.origin:<7} {entry.size:>12} {entry.digest[:12] if entry.kind == 'f' else '-> ' + entry.digest} {entry.path}")
+            content = entry.digest[:12] if entry.kind == "f" else f"-> {entry.digest}"
+            ui.data(f"{entry.origin:<7} {entry.size:>12} {content} {entry.path}")
     else:
         _patched(ui.data, manifest, 50)
     for finding in manifest.findings:
@@ -151,7 +164,9 @@ def rolled_back(ui: Ui, back: RolledBack, dry_run: bool) -> None:
     if ui.quiet:
         ui.data(str(back.generation))
     elif dry_run:
-        ui.data(f"{back.host}: generation {generation(back.generation)} would be active (is {generation(back.previous)})")
+        ui.data(
+            f"{back.host}: generation {generation(back.generation)} would be active (is {generation(back.previous)})"
+        )
     else:
         ui.data(rollback_line(back))
 
@@ -165,10 +180,17 @@ def generations(ui: Ui, infos: Sequence[GenerationInfo]) -> None:
     elif infos:
         heads = columns("#generation", "state", "snapshot", "since", "#files", "#size", "in use by")
         rows = [
-            (str(info.number), info.state, short(info.snapshot) or "—", _when(info.created), str(info.files), size(info.bytes),
-             ", ".join(f"pid {pid}" for pid in info.in_use))
+            (
+                str(info.number),
+                info.state,
+                short(info.snapshot) or "—",
+                _when(info.created),
+                str(info.files),
+                size(info.bytes),
+                ", ".join(f"pid {pid}" for pid in info.in_use),
+            )
             for info in infos
-        ]  # fmt: skip
+        ]
         ui.table(heads, rows, ["bold" if info.state == "live" else "" for info in infos])
     else:
         ui.say("no generations: an ordinary venv, nothing was pushed there yet")
@@ -177,7 +199,11 @@ def generations(ui: Ui, infos: Sequence[GenerationInfo]) -> None:
 def holder(lock: Mapping[str, Any]) -> str:
     """Say who holds a lock."""
     who = f"{lock.get('user', '?')}@{lock.get('host', '?')} (pid {lock.get('pid', '?')})"
-    return who + (f" since {lock['since']}" if lock.get("since") else "") + (f": {lock['what']}" if lock.get("what") else "")
+    return (
+        who
+        + (f" since {lock['since']}" if lock.get("since") else "")
+        + (f": {lock['what']}" if lock.get("what") else "")
+    )
 
 
 def status(ui: Ui, status: Status) -> None:
@@ -194,7 +220,10 @@ def status(ui: Ui, status: Status) -> None:
             f"{status.host}: {status.venv} — generation {generation(status.generation)}, "
             f"snapshot {short(status.snapshot) or 'none'}, live since {_when(status.since)}"
         )
-        ui.data("drift     none" if not drifted else f"drift     {plural(drifted, 'file')} by hand since", "yellow" * bool(drifted))
+        ui.data(
+            "drift     none" if not drifted else f"drift     {plural(drifted, 'file')} by hand since",
+            "yellow" * bool(drifted),
+        )
         for sign, paths in (("~", status.changed), ("+", status.added), ("-", status.removed)):
             shown, more = some(paths, 1000 if ui.verbose else 10)
             for path in shown:
@@ -215,5 +244,7 @@ def audit(ui: Ui, lines: Sequence[Mapping[str, Any]]) -> None:
     if not lines:
         ui.say("the ledger is empty: nothing was pushed there yet")
     for line in lines:
-        rest = "  ".join(f"{key}={value}" for key, value in line.items() if key not in ("time", "event") and value not in ("", None))
+        rest = "  ".join(
+            f"{key}={value}" for key, value in line.items() if key not in ("time", "event") and value not in ("", None)
+        )
         ui.data(f"{line.get('time', '')}  {line.get('event', '')}  {rest}".rstrip())
