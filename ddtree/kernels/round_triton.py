@@ -17,7 +17,7 @@ except ImportError:
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["bs", "n", "max_depth"])
     def _flat_mask_kernel(
         parents_ptr,  # [bs, n] int64
         seq_lens_ptr,  # [bs]
@@ -44,13 +44,13 @@ if triton is not None:
         key = tl.arange(0, N_BLOCK)
         node = query.to(tl.int64)
         visible = key == node
-        for _ in range(0, max_depth):
+        for _ in range(max_depth):
             # The root's parent is -1; staying at the root adds nothing.
             node = tl.maximum(tl.load(parents_ptr + request * n + node), 0)
             visible = visible | (key == node)
         tl.store(row_ptr + seq_len + key, visible.to(tl.int8), mask=key < n)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["n", "steps"])
     def _walk_kernel(
         tokens_ptr,  # [bs, n] int64
         parents_ptr,  # [bs, n] int64
@@ -72,7 +72,7 @@ if triton is not None:
         parents = tl.where(index < valid, parents, -1)
         node = tl.sum(tl.full((N_BLOCK,), 0, tl.int64), axis=0)
         length = node
-        for step in range(0, steps):
+        for step in range(steps):
             live = node >= 0
             token = tl.load(next_ptr + request * n + node, mask=live, other=-1)
             tl.store(path_ptr + request * steps + step, node)

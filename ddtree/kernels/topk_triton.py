@@ -43,7 +43,7 @@ if triton is not None:
         # count(>= 0) decides the sign; below it each bit that can be set without losing k keys is.
         zero = tl.sum(keys * 0, axis=0)
         found = tl.where(tl.sum((keys >= 0).to(tl.int32), axis=0) >= k, zero, zero - 2147483647 - 1)
-        for bit in range(0, 31):
+        for bit in range(31):
             trial = found + (1 << (30 - bit))
             found = tl.where(tl.sum((keys >= trial).to(tl.int32), axis=0) >= k, trial, found)
         return found
@@ -83,7 +83,7 @@ if triton is not None:
         tl.store(peak_ptr + row * tiles + tile, peak)
         tl.store(mass_ptr + row * tiles + tile, tl.sum(tl.sum(tl.exp(x - base), axis=1), axis=0))
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["k", "groups", "tiles", "vocabulary", "id_offset"])
     def _merge_kernel(
         logits_ptr,
         group_ptr,

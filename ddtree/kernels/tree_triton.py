@@ -37,7 +37,8 @@ if triton is not None:
         cost = tl.where(possible, tl.maximum(cost, 0.0), 0.0).to(tl.int64)
         return tl.where(possible, cost, 1 << 31)
 
-    @triton.jit
+    # Sizes that vary by request must not make a new kernel each.
+    @triton.jit(do_not_specialize=["limit", "budget", "K"])
     def _tree_kernel(
         logp_ptr,  # [bs, L, K]
         ids_ptr,  # [bs, L, K] int64
@@ -56,7 +57,7 @@ if triton is not None:
         ids_stride_depth,
         limit,
         budget,
-        K: tl.constexpr,
+        K,
         K_BLOCK: tl.constexpr,
         SLOTS: tl.constexpr,
         N_BLOCK: tl.constexpr,
@@ -73,7 +74,7 @@ if triton is not None:
         dead = tl.full((), 1 << 62, tl.int64)
 
         rank = tl.arange(0, K_BLOCK)
-        for above in range(0, limit):
+        for above in range(limit):
             row = logp_ptr + above * stride_depth
             here = _edge_cost(tl.load(row + rank, mask=rank < K, other=float("-inf")), ONE_NAT, MAX_EDGE)
             after = _edge_cost(tl.load(row + rank + 1, mask=rank + 1 < K, other=float("-inf")), ONE_NAT, MAX_EDGE)
@@ -135,8 +136,7 @@ def build_tree_triton(top_logp: Tensor, top_ids: Tensor, budget: int, root_token
     slots = triton.next_power_of_2(budget)
     _tree_kernel[(bs,)](
         *(top_logp, top_ids, root_tokens, step, first, key, tokens, parents, depths, scores, valid),
-        *(top_logp.stride(0), top_logp.stride(1), top_ids.stride(0), top_ids.stride(1), limit, budget),
-        K=width,
+        *(top_logp.stride(0), top_logp.stride(1), top_ids.stride(0), top_ids.stride(1), limit, budget, width),
         K_BLOCK=triton.next_power_of_2(width),
         SLOTS=slots,
         N_BLOCK=triton.next_power_of_2(n),
