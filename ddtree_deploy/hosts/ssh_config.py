@@ -8,6 +8,7 @@ import os
 import pwd
 import shlex
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -178,3 +179,16 @@ def aliases(ssh_config: str = "") -> list[str]:
     """List the aliases that are spelled out, without wildcards."""
     names = {name for patterns in declared_hosts(ssh_config) for name in patterns if not set(name) & set("*?!")}
     return sorted(names)
+
+
+def is_address(name: str) -> bool:
+    """Tell whether `name` is user@host, an ssh:// URI, an IP address, or a name that resolves."""
+    if not name or name.startswith("-") or (set(name) & set(" \t\n/") and not name.startswith("ssh://")):
+        return False
+    if "@" in name or name.startswith("ssh://"):
+        return True
+    try:
+        socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError):
+        return False
+    return True
