@@ -39,7 +39,10 @@ class HostEntry:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The merged configuration. `origins` maps a dotted key (`push.confirm_timeout`) to where its value came from."""
+    """The merged configuration. `origins` maps a dotted key (`push.confirm_timeout`) to where its value came from.
+
+    `files` are those that were read, weakest first.
+    """
 
     default_target: str = ""
     keep_generations: int = 3
@@ -50,6 +53,7 @@ class Config:
     hosts: Mapping[str, HostEntry] = field(default_factory=dict)
     profiles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[Path, ...] = ()
 
     def rows(self) -> Iterator[tuple[str, Any, str]]:
         """Yield (dotted key, value, origin) of every setting, defaults included."""
@@ -70,7 +74,8 @@ def load(cwd: Path | None = None, environ: Mapping[str, str] = os.environ) -> Co
     problems: list[str] = []
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for file in config_files(cwd or Path.cwd(), environ):
+    files = tuple(config_files(cwd or Path.cwd(), environ))
+    for file in files:
         for key, value in _read(file, problems).items():
             values[key], origins[key] = value, str(file)
     for key, setting in SETTINGS.items():
@@ -95,7 +100,7 @@ def load(cwd: Path | None = None, environ: Mapping[str, str] = os.environ) -> Co
         name: HostEntry(**entry, origin=origins[f"hosts.{name}.{next(reversed(entry))}"])
         for name, entry in tables["hosts"].items()
     }
-    return Config(**scalars, hosts=hosts, profiles=tables["profiles"], origins=origins)
+    return Config(**scalars, hosts=hosts, profiles=tables["profiles"], origins=origins, files=files)
 
 
 def config_files(cwd: Path, environ: Mapping[str, str] = os.environ) -> list[Path]:
@@ -145,31 +150,29 @@ def _absolute(file: Path, value: str) -> str:
     return str(file.parent / Path(value).expanduser())
 
 
-@dataclass(frozen=True, slots=True)
-class KnownName:
-    """A name that commands take as a host, and where it is written."""
-
-    name: str
-    origin: str
-
-
-def known_names(config: Config) -> list[KnownName]:
-    """List every name in `ddtree.toml` and the ssh configuration, from local files alone (also for completion)."""
+def known_names(config: Config | None = None) -> dict[str, str]:
+    """Map every name that commands take as a host to where it is written, from local files alone (also for TAB)."""
     from ddtree_deploy.hosts.ssh_config import aliases
 
-    names = {"local": "this machine"}
-    names |= dict.fromkeys(aliases(config.ssh_config), "ssh configuration")
+    config = config or load()
+    names = {"local": "this machine", **dict.fromkeys(aliases(config.ssh_config), "ssh configuration")}
     names |= {name: entry.origin for name, entry in config.hosts.items()}
-    return [KnownName(name, origin) for name, origin in sorted(names.items())]
+    return dict(sorted(names.items()))
 
 
 def resolve_host(
-    name: str, config: Config, *, venv: str | None = None, transport: str | None = None, accept_new: bool = False
+    name: str,
+    config: Config | None = None,
+    *,
+    venv: str | None = None,
+    transport: str | None = None,
+    accept_new: bool = False,
 ) -> Host:
     """Turn a name into a Host: `local`, else `[hosts.NAME]`, else an ssh alias or an address.
 
     Raises UsageProblem with the nearest known names when it is none of these.
     """
+    config = config or load()
     entry = config.hosts.get(name)
     if name == "local":
         place = venv or (entry.venv if entry else "")
@@ -206,9 +209,8 @@ def _origin_of_address(name: str, config: Config) -> str:
         return "ssh configuration"
     if is_address(name):
         return "address"
-    known = [known.name for known in known_names(config)]
     raise UsageProblem(
-        f"no host `{name}`{near(name, known)}",
+        f"no host `{name}`{near(name, list(known_names(config)))}",
         mend=f"define `[hosts.{name}]` in ddtree.toml or `Host {name}` in ~/.ssh/config; see `ddtree-deploy hosts`",
     )
 

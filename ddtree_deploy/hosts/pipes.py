@@ -92,16 +92,20 @@ class PipeChannel:
         return ()
 
     def close(self) -> None:
-        """Show the process the end of its input, give it two seconds, then end its process group."""
-        for stream in (self.stdin, self.stdout):
-            with contextlib.suppress(OSError):
-                stream.close()
+        """Show the process the end of its input, give it two seconds, then end its process group.
+
+        `stdout` is closed last: another thread may be reading its descriptor, whose number must not be reused under it.
+        """
+        with contextlib.suppress(OSError):
+            self.stdin.close()
         for sign in (None, signal.SIGTERM, signal.SIGKILL):
             if sign is not None:
                 with contextlib.suppress(OSError):
                     os.killpg(self._process.pid, sign)
             if self.wait(GRACE_SECONDS) is not None:
                 break
+        with contextlib.suppress(OSError):
+            self.stdout.close()
         self._tail.text(ended=True)
         # A daemon that the process left behind may hold the other end; the drain thread then keeps the descriptor.
         if not self._tail.draining:
