@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -16,9 +14,14 @@ HOST, SAFETY, WHAT = "Host", "Safety", "What to move"
 
 def complete_host(incomplete: str) -> list[str]:
     """Return the host names that begin so: `local`, those of `ddtree.toml`, and ssh aliases."""
-    from ddtree_deploy.config import known_names
+    from ddtree_deploy.config import known_names, load
+    from ddtree_deploy.errors import DeployError
 
-    return [name for name in known_names() if name.startswith(incomplete)]
+    try:
+        names = known_names(load())
+    except DeployError:
+        return ["local"]  # TAB has nowhere to complain
+    return [name for name in names if name.startswith(incomplete)]
 
 
 def complete_snapshot(incomplete: str) -> list[str]:
@@ -41,9 +44,23 @@ Target = Annotated[
         metavar="HOST", help="`local`, a host of ddtree.toml, or an ssh alias.", autocompletion=complete_host
     ),
 ]
+OptionalTarget = Annotated[
+    str,
+    typer.Argument(
+        metavar="[HOST]",
+        help="`local`, a host of ddtree.toml, or an ssh alias; default_target if not given.",
+        autocompletion=complete_host,
+        show_default=False,
+    ),
+]
 Targets = Annotated[
-    list[str],
-    typer.Argument(metavar="HOST", help="`local`, hosts of ddtree.toml, or ssh aliases.", autocompletion=complete_host),
+    list[str] | None,
+    typer.Argument(
+        metavar="[HOST]...",
+        help="`local`, hosts of ddtree.toml, ssh aliases; default_target if none is given.",
+        autocompletion=complete_host,
+        show_default=False,
+    ),
 ]
 Venv = Annotated[
     str | None,
@@ -86,18 +103,19 @@ With = Annotated[
 Files = Annotated[bool, typer.Option("--files", help="List every file.")]
 
 
-def absolute(path: str) -> str:
-    """Make a path of the command line absolute, except `~/...`, which the host resolves."""
-    return path if path.startswith("~") else str(Path(path).absolute())
-
-
 def host(name: str, venv: str | None, transport: str | None, accept_new_host_key: bool) -> Host:
-    """Resolve a name and let the command line win. Raises UsageProblem with near names."""
-    from ddtree_deploy.config import resolve_host
+    """Resolve a name, empty for `default_target`; the command line wins. Raises UsageProblem with near names."""
+    from ddtree_deploy.config import load, resolve_host
+    from ddtree_deploy.errors import UsageProblem
 
-    found = resolve_host(name)
-    if venv:
-        found = replace(found, venv=absolute(venv) if found.transport == "local" else venv)
-    if transport and found.transport != "local":
-        found = replace(found, transport=transport)
-    return replace(found, accept_new_host_key=True) if accept_new_host_key else found
+    config = load()
+    if not (name or config.default_target):
+        raise UsageProblem("no host given", mend="name one (see `ddtree-deploy hosts`), or set `default_target`")
+    where = name or config.default_target
+    found = resolve_host(where, config, venv=venv, transport=transport, accept_new=accept_new_host_key)
+    if not found.venv:
+        raise UsageProblem(
+            f"`{where}` has no venv configured",
+            mend=f"give `--venv PATH`, or `venv` under [hosts.{where}] in ddtree.toml",
+        )
+    return found

@@ -60,7 +60,7 @@ def register(app: typer.Typer) -> None:
 
 def status(
     ui: Ui,
-    name: flags.Target,
+    name: flags.OptionalTarget = "",
     venv: flags.Venv = None,
     transport: flags.Transport = None,
     accept_new_host_key: flags.AcceptNewHostKey = False,
@@ -125,7 +125,9 @@ def generations_prune(
     venv: flags.Venv = None,
     transport: flags.Transport = None,
     accept_new_host_key: flags.AcceptNewHostKey = False,
-    keep: Annotated[int, typer.Option("--keep", metavar="N", min=1, help="How many to keep.")] = 3,
+    keep: Annotated[
+        int | None, typer.Option("--keep", metavar="N", min=1, help="How many to keep (keep_generations, 3).")
+    ] = None,
     dry_run: flags.DryRun = False,
     yes: flags.Yes = False,
 ) -> None:
@@ -133,11 +135,13 @@ def generations_prune(
 
     Never the live one, the one before it, or one in use.
     """
+    from ddtree_deploy.config import load
     from ddtree_deploy.errors import Interrupted
     from ddtree_deploy.render.words import plural
     from ddtree_deploy.transfer import prune_generations
 
     where = flags.host(name, venv, transport, accept_new_host_key)
+    keep = keep or load().keep_generations
     doomed = prune_generations(where, keep, True)
     if doomed and not dry_run:
         if not ui.confirm(f"delete {plural(len(doomed), 'generation')} on `{name}`?", yes):

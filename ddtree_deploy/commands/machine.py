@@ -30,8 +30,8 @@ def demo(
 ) -> None:
     """Play the main job on this machine, start to end.
 
-    Snapshot, diff, push with proofs, a broken snapshot refused, rollback. Two hosts that are really separate venvs, over
-    a loopback sshd where this user can start one. No root, no second machine, under two minutes.
+    Snapshot, diff, push with proofs, a broken snapshot refused, rollback. Two hosts that are really separate venvs,
+    over a loopback sshd where this user can start one. No root, no second machine, under two minutes.
     """
     from ddtree_deploy.demo import run
 
@@ -55,11 +55,14 @@ def doctor(
     Each problem comes with what to do. Exits with 1 when a row fails; warnings alone exit with 0. `--json` is what to
     attach to a bug report.
     """
+    from ddtree_deploy.config import load, resolve_host
     from ddtree_deploy.doctor import doctor as run
     from ddtree_deploy.render import views
 
-    checks = run(flags.host(name, venv, transport, accept_new_host_key) if name else None, emit=ui.emit)
-    return views.doctor(ui, checks)
+    where = None
+    if name:
+        where = resolve_host(name, load(), venv=venv, transport=transport, accept_new=accept_new_host_key)
+    return views.doctor(ui, run(where, emit=ui.emit))
 
 
 def hosts(ui: Ui) -> None:
@@ -67,9 +70,22 @@ def hosts(ui: Ui) -> None:
 
     `local`, those of ddtree.toml, and ssh aliases.
     """
+    from ddtree_deploy.config import known_names, load
+    from ddtree_deploy.render import views
+
+    config = load()
+    views.hosts(ui, config, known_names(config))
 
 
 def config(
     ui: Ui, example: Annotated[bool, typer.Option("--example", help="Print an annotated ddtree.toml.")] = False
 ) -> None:
     """Show every setting and where it comes from."""
+    from ddtree_deploy import config as configuration
+    from ddtree_deploy.render import views
+
+    if example:
+        ui.document("config-example", {"text": configuration.example()})
+        ui.data(configuration.example().rstrip())
+    else:
+        views.config(ui, list(configuration.load().rows()))

@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
 
 def diff(
     ui: Ui,
-    name: flags.Target,
+    name: flags.OptionalTarget = "",
     venv: flags.Venv = None,
     transport: flags.Transport = None,
     accept_new_host_key: flags.AcceptNewHostKey = False,
@@ -66,7 +66,7 @@ def diff(
 
 def push(
     ui: Ui,
-    names: flags.Targets,
+    names: flags.Targets = None,
     venv: flags.Venv = None,
     transport: flags.Transport = None,
     accept_new_host_key: flags.AcceptNewHostKey = False,
@@ -85,15 +85,15 @@ def push(
         typer.Option("--base", metavar="VENV", help="With --create: take over this venv.", rich_help_panel=flags.HOST),
     ] = "",
     confirm_timeout: Annotated[
-        float,
+        float | None,
         typer.Option(
             "--confirm-timeout",
             metavar="SECS",
             min=1,
-            help="The host goes back unless confirmed by then.",
+            help="The host goes back unless confirmed by then (30).",
             rich_help_panel=SWITCH,
         ),
-    ] = 30.0,
+    ] = None,
     rollback: Annotated[
         bool,
         typer.Option(
@@ -128,6 +128,7 @@ def push(
     live. It is probed again, and goes back by itself unless a fresh connection confirms it. With several hosts the
     first one proves the snapshot before the others begin.
     """
+    from ddtree_deploy.config import load
     from ddtree_deploy.render import plan_views
     from ddtree_deploy.store import Store
     from ddtree_deploy.transfer import PushOptions, plan_push
@@ -140,13 +141,13 @@ def push(
         verify=verify,
         create=create,
         base=base,
-        confirm_timeout=confirm_timeout,
+        confirm_timeout=confirm_timeout or load().confirm_timeout,
         rollback=rollback,
         lock_wait=lock_wait,
         accept_gap=accept_gap,
         probe_timeout=probe_timeout,
     )
-    hosts = [flags.host(name, venv, transport, accept_new_host_key) for name in dict.fromkeys(names)]
+    hosts = [flags.host(name, venv, transport, accept_new_host_key) for name in dict.fromkeys(names or [""])]
     if dry_run:
         for where in hosts:
             plan_views.show(ui, plan_push(where, store, identity, options, ui.emit), files, line=True)
@@ -220,7 +221,7 @@ def _push_all(
 
 def verify(
     ui: Ui,
-    name: flags.Target,
+    name: flags.OptionalTarget = "",
     venv: flags.Venv = None,
     transport: flags.Transport = None,
     accept_new_host_key: flags.AcceptNewHostKey = False,

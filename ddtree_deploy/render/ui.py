@@ -181,7 +181,7 @@ class Ui:
         return sys.stdin.isatty() and sys.stderr.isatty() and not self.json
 
     def confirm(self, question: str, yes: bool) -> bool:
-        """Ask before something that disturbs or deletes. Raises UsageProblem, before any prompt, if nobody can answer."""
+        """Ask before something that disturbs or deletes; raise UsageProblem instead if nobody can answer."""
         if yes:
             return True
         if not self.can_ask():

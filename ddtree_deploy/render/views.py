@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ddtree_deploy import __version__
 from ddtree_deploy.models import PATCHED, UNOWNED
 from ddtree_deploy.render import as_json
 from ddtree_deploy.render.plan_views import use_lines
@@ -14,7 +15,8 @@ from ddtree_deploy.render.table import columns
 from ddtree_deploy.render.words import generation, plural, push_line, rollback_line, short, size, some
 
 if TYPE_CHECKING:
-    from ddtree_deploy.models import GenerationInfo, Manifest, Pushed, RolledBack, SnapshotRef, Status, Taken
+    from ddtree_deploy.config import Config
+    from ddtree_deploy.models import Check, GenerationInfo, Manifest, Pushed, RolledBack, SnapshotRef, Status, Taken
     from ddtree_deploy.render.ui import Ui
 
 
@@ -197,13 +199,35 @@ def generations(ui: Ui, infos: Sequence[GenerationInfo]) -> None:
 
 
 def holder(lock: Mapping[str, Any]) -> str:
-    """Say who holds a lock."""
-    who = f"{lock.get('user', '?')}@{lock.get('host', '?')} (pid {lock.get('pid', '?')})"
-    return (
-        who
-        + (f" since {lock['since']}" if lock.get("since") else "")
-        + (f": {lock['what']}" if lock.get("what") else "")
-    )
+    """Say who holds a lock: `user@host (pid 7) since 2026-11-29T14:00:00Z: push`."""
+    text = str(lock.get("who", "unknown"))
+    text += f" on {lock['host']}" if lock.get("host") else ""
+    text += f" (pid {lock['pid']})" if lock.get("pid") else ""
+    text += f" since {lock['since']}" if lock.get("since") else ""
+    return text + (f": {lock['what']}" if lock.get("what") else "")
+
+
+def doctor(ui: Ui, checks: Sequence[Check]) -> int:
+    """Show a doctor's rows, each problem with its mend; return 1 when one of them stops a push."""
+    words = {"ok": "ok", "warn": "warn", "block": "fail"}
+    styles = {"ok": "green", "warn": "yellow", "block": "bold red"}
+    failed = sum(check.level == "block" for check in checks)
+    code = 1 if failed else 0
+    rows = [{**as_json.fields(check), "level": words[check.level]} for check in checks]
+    ui.document("doctor", {"code": code, "version": __version__, "checks": rows})
+    for check in checks:
+        if ui.quiet and check.level == "ok":
+            continue
+        ui.data(
+            f"{words[check.level]:<5} {check.id:<12} {check.text}", styles[check.level] if check.level != "ok" else ""
+        )
+        for line in check.evidence:
+            ui.data(f"{'':<19}{line}")
+        if check.level != "ok" and check.mend:
+            ui.data(f"{'':<19}hint: {check.mend}", "cyan")
+    warned = sum(check.level == "warn" for check in checks)
+    ui.say(f"{plural(failed, 'failure')}, {plural(warned, 'warning')}")
+    return code
 
 
 def status(ui: Ui, status: Status) -> None:
@@ -248,3 +272,26 @@ def audit(ui: Ui, lines: Sequence[Mapping[str, Any]]) -> None:
             f"{key}={value}" for key, value in line.items() if key not in ("time", "event") and value not in ("", None)
         )
         ui.data(f"{line.get('time', '')}  {line.get('event', '')}  {rest}".rstrip())
+
+
+def hosts(ui: Ui, config: Config, names: Mapping[str, str]) -> None:
+    """List host names (`names`: name to where it is defined) and how each is reached."""
+    keys = ("name", "transport", "address", "venv", "origin")
+    rows = []
+    for name, origin in names.items():
+        entry = config.hosts.get(name)
+        how = "local" if name == "local" else (entry and entry.transport) or "openssh"
+        address = "" if name == "local" else (entry and entry.address) or name
+        rows.append((name, how, address, (entry and entry.venv) or "", origin))
+    ui.document("hosts", {"hosts": [dict(zip(keys, row, strict=True)) for row in rows]})
+    ui.table(columns("name", "transport", "address", "venv", "defined in"), rows)
+
+
+def config(ui: Ui, rows: Sequence[tuple[str, Any, str]]) -> None:
+    """Show settings: key, value, where the value comes from."""
+    ui.document("config", {"settings": [{"key": key, "value": value, "origin": origin} for key, value, origin in rows]})
+    shown = [
+        (key, ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value), origin)
+        for key, value, origin in rows
+    ]
+    ui.table(columns("setting", "value", "from"), shown)
