@@ -1,12 +1,12 @@
 """Read what the dynamic loader would read from an ELF file, and the GPU architectures embedded in it.
 
 Everything is found through PT_DYNAMIC, so stripped files work; sections are used only for `.nv_fatbin`. Content can
-not make `read` raise: a damaged file gives `problems`, and whatever could still be read.
+not make `read` raise: a damaged file gives `problems`, and whatever could still be read. Plain reads at offsets, no mapping: a
+file that shrinks meanwhile is a short read here and would be a SIGBUS there.
 Sources: the ELF-64 specification, the LSB chapter on symbol versioning, `elf.h`. The fatbin layout is not documented by
 NVIDIA; the fields used here were checked against `cuobjdump --list-elf`.
 """
 
-import mmap
 import os
 import re
 import struct
@@ -36,6 +36,7 @@ FATBIN_ARCH_SPECIFIC, FATBIN_FAMILY = 1 << 20, 1 << 21
 # Build stamps that NVIDIA leaves in read-only data, e.g. `2.28.9+cuda13.0`, `Build cuda_12.8.r12.8`, `toolkit/r13.0`.
 TOOLKIT_STAMP = re.compile(rb"(?:\+cuda|cuda_|compiled with CUDA |toolkit/r|release )(1[0-9])\.(\d)")
 STAMP_LIMIT = 64 << 20
+CHUNK = 1 << 18
 
 
 class _Damaged(Exception):
@@ -63,8 +64,7 @@ def read(path, stamp=False):
             if head[:4] != b"\x7fELF":
                 facts["problems"].append(_not_elf(head, size))
                 return facts
-            with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                _read_into(facts, data, size, stamp)
+            _read_into(facts, handle.fileno(), size, stamp)
     except OSError as error:
         facts["problems"].append("unreadable: %s" % (error.strerror or error))
     return facts
@@ -76,9 +76,9 @@ def _not_elf(head, size):
     return "zero-filled: no ELF header" if not head.strip(b"\0") else "not an ELF file"
 
 
-def _read_into(facts, data, size, stamp):
+def _read_into(facts, fd, size, stamp):
     try:
-        image = _Image(data, size)
+        image = _Image(fd, size)
     except (_Damaged, struct.error) as error:
         facts["problems"].append("truncated: %s" % error)
         return
@@ -92,23 +92,25 @@ def _read_into(facts, data, size, stamp):
             if part is _fatbins:
                 facts["archs"] = None
     if stamp:
-        facts["stamp"] = _toolkit(image)
+        try:
+            facts["stamp"] = _toolkit(image)
+        except _Damaged:
+            facts["stamp"] = None
 
 
 class _Image:
     """Header, segments and sections of one file; offsets are checked here and nowhere else."""
 
-    def __init__(self, data, size):
-        self.data, self.size, self.problems = data, size, []
-        if size < 64:
-            raise _Damaged("shorter than an ELF header")
-        if data[4] != 2 or data[5] != 1:
+    def __init__(self, fd, size):
+        self.fd, self.size, self.problems = fd, size, []
+        head = self.at(0, 64)
+        if head[4] != 2 or head[5] != 1:
             raise _Damaged("not a 64-bit little-endian file")
-        kind, machine = struct.unpack_from("<HH", data, 16)
+        kind, machine = struct.unpack_from("<HH", head, 16)
         self.kind = {1: "rel", 2: "exec", 3: "dyn"}.get(kind, "other")
         self.machine = MACHINES.get(machine, "machine %d" % machine)
-        phoff, shoff = struct.unpack_from("<QQ", data, 32)
-        phentsize, phnum, shentsize, shnum, shstrndx = struct.unpack_from("<HHHHH", data, 54)
+        phoff, shoff = struct.unpack_from("<QQ", head, 32)
+        phentsize, phnum, shentsize, shnum, shstrndx = struct.unpack_from("<HHHHH", head, 54)
         self.loads, self.dynamic = [], None
         for index in range(phnum):
             ptype, _flags, offset, vaddr, _paddr, filesz, _memsz, _align = struct.unpack_from(
@@ -126,7 +128,10 @@ class _Image:
     def at(self, offset, length):
         if offset < 0 or offset + length > self.size:
             raise _Damaged("bytes %d..%d lie outside the file of %d" % (offset, offset + length, self.size))
-        return self.data[offset : offset + length]
+        data = os.pread(self.fd, length, offset)
+        if len(data) != length:
+            raise _Damaged("the file shrank while it was read")
+        return data
 
     def offset(self, vaddr):
         for start, filesz, offset in self.loads:
@@ -317,10 +322,9 @@ def _fatbins(facts, image):
             facts["problems"].append("truncated: the GPU code ends behind the end of the file")
             size = max(0, image.size - offset)
         seen = True
-        if hasattr(image.data, "madvise") and size:
-            page = offset - offset % mmap.PAGESIZE
-            image.data.madvise(mmap.MADV_RANDOM, page, min(image.size, offset + size) - page)
-        damage = _walk_fatbin(image.data, offset, offset + size, found) or damage
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(image.fd, offset, size, os.POSIX_FADV_RANDOM)
+        damage = _walk_fatbin(image, offset, offset + size, found) or damage
     facts["archs"] = sorted(found, key=_arch_order)
     if seen and (damage or not found):
         facts["problems"].append("gpu code unknown: %s" % (damage or "no image in the fatbin section"))
@@ -328,14 +332,14 @@ def _fatbins(facts, image):
             facts["archs"] = None
 
 
-def _walk_fatbin(data, at, end, found):
-    """Add the architectures in data[at:end] to `found`; return what stopped the walk, or None."""
+def _walk_fatbin(image, at, end, found):
+    """Add the architectures of the containers in the file's bytes at..end to `found`; return what is damaged, or None."""
     damage = None
-    while True:
-        at = data.find(FATBIN_MAGIC, at, end)
-        if at < 0 or at + 16 > end:
-            return damage
-        _magic, _version, header, payload = struct.unpack_from("<IHHQ", data, at)
+    while at + 16 <= end:
+        magic, _version, header, payload = struct.unpack("<4sHHQ", image.at(at, 16))
+        if magic != FATBIN_MAGIC:
+            at = _next_magic(image, at, end)
+            continue
         stop = at + header + payload
         if header < 16 or stop > end:
             damage = "a container reaches beyond its section"
@@ -343,17 +347,28 @@ def _walk_fatbin(data, at, end, found):
             continue
         entry = at + header
         while entry + 48 <= stop:
-            kind, _unused, entry_header, padded = struct.unpack_from("<HHIQ", data, entry)
+            fields = image.at(entry, 48)
+            kind, _unused, entry_header, padded = struct.unpack_from("<HHIQ", fields)
             if entry_header < 48 or padded > stop - entry - entry_header:
                 damage = "an entry reaches beyond its container"
                 break
-            arch = struct.unpack_from("<I", data, entry + 28)[0]
-            flags = struct.unpack_from("<Q", data, entry + 40)[0]
+            arch, flags = struct.unpack_from("<I", fields, 28)[0], struct.unpack_from("<Q", fields, 40)[0]
             if kind in (FATBIN_PTX, FATBIN_ELF) and 10 <= arch < 1000:
                 suffix = "a" if flags & FATBIN_ARCH_SPECIFIC else "f" if flags & FATBIN_FAMILY else ""
                 found.add("%s_%d%s" % ("sm" if kind == FATBIN_ELF else "compute", arch, suffix))
             entry += entry_header + padded
         at = stop
+    return damage
+
+
+def _next_magic(image, at, end):
+    while at < end:
+        chunk = image.at(at, min(CHUNK, end - at))
+        hit = chunk.find(FATBIN_MAGIC)
+        if hit >= 0:
+            return at + hit
+        at += max(1, len(chunk) - 3) if at + len(chunk) < end else len(chunk)
+    return end
 
 
 def _arch_order(arch):
@@ -365,7 +380,9 @@ def _toolkit(image):
     """Return the CUDA toolkit (`13.0`) that the read-only data names most often, or None. A hint, not a proof."""
     offset, size = image.sections.get(b".rodata", (0, 0))
     tally = {}
-    for match in TOOLKIT_STAMP.finditer(image.data, offset, min(offset + size, offset + STAMP_LIMIT, image.size)):
-        name = "%s.%s" % (match.group(1).decode(), match.group(2).decode())
-        tally[name] = tally.get(name, 0) + 1
+    end = min(offset + size, offset + STAMP_LIMIT, image.size)
+    for at in range(offset, end, CHUNK):
+        for match in TOOLKIT_STAMP.finditer(image.at(at, min(CHUNK, end - at))):
+            name = "%s.%s" % (match.group(1).decode(), match.group(2).decode())
+            tally[name] = tally.get(name, 0) + 1
     return max(sorted(tally), key=lambda name: tally[name]) if tally else None

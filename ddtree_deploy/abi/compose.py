@@ -1,0 +1,113 @@
+"""Compose the tree that would result: the target's files, minus the replaced distributions', plus the moved ones'."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddtree_deploy.abi.model import Dist, SharedObject, Site, Tree
+
+SOURCE, TARGET = "source", "target"
+CUDA_SUFFIX = re.compile(r"-cu\d+$")
+# Directories that many distributions share; a file there belongs to nobody but its RECORD.
+COMMON = frozenset({"nvidia", "cuda", "lib", "lib64", "include", "bin", "share", "tests", "test", "docs", "etc"})
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A distribution of the target whose files go, and why."""
+
+    dist: Dist
+    why: str
+
+
+@dataclass(frozen=True)
+class Composition:
+    """The resulting environment, what moved into it, what went, and where each ELF file came from (`source`, `target`)."""
+
+    result: Site
+    moved: tuple[Dist, ...]
+    removed: tuple[Removal, ...]
+    origin: Mapping[str, str]
+
+    def dist(self, path: str) -> Dist | None:
+        """Return the distribution that owns an ELF file of the result."""
+        return self.result.tree.owner(path)
+
+
+def compose(source: Site, target: Site, moved: Collection[str]) -> Composition:
+    """Return what would be on the target after `moved` (normalised distribution names of the source) were pushed.
+
+    A distribution of the target goes when a moved one has its name, is the same library for another CUDA
+    (`nvidia-cudnn-cu12` for `nvidia-cudnn-cu13`), or owns the same files under another name (`sgl-kernel` for
+    `sglang-kernel`). Unowned files go with the package directory that they lie in.
+    """
+    coming = tuple(dist for dist in source.tree.dists if dist.key in moved)
+    removed = tuple(
+        Removal(dist, why) for dist in target.tree.dists for why in [_displaced(dist, coming, target.tree)] if why
+    )
+    gone = {id(item.dist) for item in removed}
+    objects: dict[str, SharedObject] = {}
+    origin: dict[str, str] = {}
+    bare = _packages(target.tree, [item.dist for item in removed])
+    for path, item in target.tree.objects.items():
+        owners = target.tree.owners.get(path, ())
+        stays = any(id(dist) not in gone for dist in owners) if owners else path.split("/")[0] not in bare
+        if stays:
+            objects[path], origin[path] = item, TARGET
+    mine = _packages(source.tree, list(coming))
+    names = {dist.key for dist in coming}
+    for path, item in source.tree.objects.items():
+        owners = source.tree.owners.get(path, ())
+        if any(dist.key in names for dist in owners) or (not owners and path.split("/")[0] in mine):
+            objects[path] = SharedObject(f"{target.tree.root}/{path}", item.raw)
+            origin[path] = SOURCE
+    kept = tuple(dist for dist in target.tree.dists if id(dist) not in gone)
+    torch = source.tree.torch if "torch" in names else {} if "torch" in {r.dist.key for r in removed} else target.tree.torch
+    tree = Tree(target.tree.root, dict(sorted(objects.items())), (*kept, *coming), torch, _rest(source, target, coming, removed))
+    result = Site(f"{target.name} after the push", tree, target.host, target.system)
+    return Composition(result, coming, removed, origin)
+
+
+def _displaced(dist: Dist, coming: tuple[Dist, ...], tree: Tree) -> str:
+    base = CUDA_SUFFIX.sub("", dist.key)
+    for other in coming:
+        if other.key == dist.key:
+            return f"replaced by {other.shown}"
+        if base.startswith("nvidia-") and CUDA_SUFFIX.sub("", other.key) == base:
+            return f"the same library as {other.shown}, for another CUDA"
+    for other in coming:
+        common = dist.owns & other.owns
+        if common & tree.objects.keys() or (common and 2 * len(common) > len(dist.owns)):
+            return f"owns the same files as {other.shown}"
+    return ""
+
+
+def _packages(tree: Tree, dists: list[Dist]) -> frozenset[str]:
+    """Return the top-level directories that belong to these distributions and to no other."""
+    names = {id(dist) for dist in dists}
+    mine, others = set(), set()
+    for dist in tree.dists:
+        tops = {path.split("/")[0] for path in dist.owns if "/" in path}
+        (mine if id(dist) in names else others).update(tops)
+    return frozenset(mine - others - COMMON)
+
+
+def _rest(source: Site, target: Site, coming: tuple[Dist, ...], removed: tuple[Removal, ...]) -> dict[str, Any]:
+    """Return the raw facts of the result: code versions follow the distribution that owns the package."""
+
+    def package_of(dists: tuple[Dist, ...], name: str) -> bool:
+        return any(f"{name}/__init__.py" in dist.owns or f"{name}/version.py" in dist.owns for dist in dists)
+
+    gone = tuple(item.dist for item in removed)
+    versions = {
+        name: version
+        for name, version in (target.tree.raw.get("versions") or {}).items()
+        if not package_of(gone, name)
+    }
+    versions |= {
+        name: version for name, version in (source.tree.raw.get("versions") or {}).items() if package_of(coming, name)
+    }
+    return {**target.tree.raw, "versions": versions}

@@ -1,0 +1,160 @@
+"""The smallest set of distributions that must move together, and the chain of reasons for each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ddtree_deploy.abi.case import Case, make_case, plain
+from ddtree_deploy.abi.closure import LIBRARY, SYMBOL, Closure, Miss, closure
+from ddtree_deploy.abi.model import Dist, Site
+from ddtree_deploy.abi.rules_tree import new_unmet
+
+MAX_ROUNDS = 24
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Step:
+    """A distribution that must move too: because `asker` (already in the set, or touched by it) needs `what` of it."""
+
+    name: str
+    version: str
+    asker: str
+    what: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} {self.version} <- {self.asker} needs {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The set: what was asked for, what is added and why, and what no move can mend.
+
+    `names` is everything that moves, sorted. `unsolved` are sentences; the set is consistent when there are none.
+    """
+
+    asked: tuple[str, ...]
+    steps: tuple[Step, ...]
+    unsolved: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted({*self.asked, *(step.name for step in self.steps)}))
+
+    @property
+    def consistent(self) -> bool:
+        return not self.unsolved
+
+    def chain(self, name: str) -> tuple[Step, ...]:
+        """Return why `name` moves, from it back to something that was asked for."""
+        by_name = {step.name: step for step in self.steps}
+        out: list[Step] = []
+        while name in by_name and by_name[name] not in out:
+            out.append(by_name[name])
+            name = by_name[name].asker
+        return tuple(out)
+
+    def command(self, target: str) -> str:
+        return f"ddtree-deploy push {target} --only {','.join(self.names)}"
+
+
+def smallest_set(source: Site, target: Site, asked: Collection[str]) -> Solution:
+    """Return the smallest superset of `asked` that leaves nothing newly unresolved on `target`."""
+    return solve(source, target, asked, closure(source), closure(target))
+
+
+def solve(source: Site, target: Site, asked: Collection[str], before: Closure, now: Closure) -> Solution:
+    """As `smallest_set`, with both closures at hand.
+
+    Each round adds what the misses of the round before force: the provider on the source of what a moved file needs, the
+    source's version of what an unmoved file lost. Then each addition is tried without: what is not needed in the end goes.
+    """
+    have = {dist.key for dist in source.tree.dists}
+    start = frozenset(asked) & have
+    steps: dict[str, Step] = {}
+    for _ in range(MAX_ROUNDS):
+        case = make_case(source, target, start | steps.keys(), before, now)
+        forced = {step.name: step for step in _forced(case)[0] if step.name not in start and step.name not in steps}
+        if not forced:
+            break
+        steps |= forced
+    steps = _prune(source, target, start, steps, before, now)
+    unsolved = _forced(make_case(source, target, start | steps.keys(), before, now))[1]
+    return Solution(tuple(sorted(start)), tuple(steps.values()), unsolved)
+
+
+def _prune(
+    source: Site, target: Site, start: frozenset[str], steps: dict[str, Step], before: Closure, now: Closure
+) -> dict[str, Step]:
+    """Drop additions that later ones made superfluous; requirements of what stays are never superfluous."""
+    whole = _forced(make_case(source, target, start | steps.keys(), before, now))[1]
+    for name in reversed(list(steps)):
+        if steps[name].what.startswith("requirement"):
+            continue
+        rest = {key: step for key, step in steps.items() if key != name}
+        case = make_case(source, target, start | rest.keys(), before, now)
+        forced, unsolved = _forced(case)
+        if set(unsolved) <= set(whole) and not any(step.name not in start and step.name not in rest for step in forced):
+            steps = rest
+    return steps
+
+
+def _forced(case: Case) -> tuple[list[Step], tuple[str, ...]]:
+    """Return what the misses of a case force to move, and those that no move mends."""
+    steps, unsolved = [], []
+    for miss in case.fresh:
+        step = _mend(case, miss)
+        if step is not None:
+            steps.append(step)
+        else:
+            unsolved.append(_sentence(case, miss))
+    moved = {dist.key for dist in case.composition.moved}
+    for item in new_unmet(case):
+        provider = _by_key(case.source, item.name)
+        asker = _by_key(case.source, item.dist)
+        if item.dist in moved and provider is not None and item.name not in moved:
+            steps.append(Step(provider.key, provider.version, item.dist, f"requirement {item.requirement}"))
+        elif item.dist not in moved and item.exact and asker is not None:
+            steps.append(Step(asker.key, asker.version, item.name, f"requirement {item.requirement} of {item.dist} replaced"))
+        elif item.dist in moved or item.exact:
+            unsolved.append(f"{item.dist} requires {item.requirement}, and {case.source.name} has nothing that satisfies it")
+    return steps, tuple(dict.fromkeys(unsolved))
+
+
+def _mend(case: Case, miss: Miss) -> Step | None:
+    moved = {dist.key for dist in case.composition.moved}
+    asker = case.composition.dist(miss.by)
+    name = asker.key if asker else miss.by
+    what = f"`{plain(miss.item)}`" if miss.kind == SYMBOL else f"`{miss.item}`"
+    found = case.provider(miss)
+    if case.from_source(miss.by):
+        provider = case.owner_of(*found) if found else None
+        if provider is None or provider.key in moved:
+            return None
+        return Step(provider.key, provider.version, name, what)
+    # A file that stays lost something: the source's own build of its distribution goes along, if there is one.
+    instead = _instead(case, asker, miss.by)
+    if instead is None or instead.key in moved:
+        return None
+    lost = case.owner_of(*found) if found else None
+    cause = lost.key if lost is not None else name
+    because = next((dist.key for dist in case.composition.moved if lost is not None and dist.key == lost.key), cause)
+    return Step(instead.key, instead.version, because, f"{what} of {name}, which would be gone")
+
+
+def _instead(case: Case, dist: Dist | None, path: str) -> Dist | None:
+    same = _by_key(case.source, dist.key) if dist else None
+    return same or case.source.tree.owner(path)
+
+
+def _by_key(site: Site, key: str) -> Dist | None:
+    return site.tree.dist(key)
+
+
+def _sentence(case: Case, miss: Miss) -> str:
+    dist = case.composition.dist(miss.by)
+    who = f"`{miss.by}`" + (f" of {dist.shown}" if dist else "")
+    moved = "" if case.from_source(miss.by) else " (not moved)"
+    thing = f"`{plain(miss.item)}`" if miss.kind == SYMBOL else f"`{miss.item}`" if miss.kind == LIBRARY else miss.item
+    return f"{who}{moved} needs {thing}, which no distribution of {case.source.name} gives it"

@@ -1,0 +1,252 @@
+"""Gather what decides whether a Python environment loads here: its ELF files, its metadata, and the libraries around it.
+
+`collect` answers with plain data (JSON). It imports no torch, writes nothing, and judges nothing: the controller composes
+the facts of two hosts into the tree that would result, and judges that (`ddtree_deploy.abi`).
+"""
+
+import ast
+import base64
+import os
+import re
+import stat
+import zlib
+
+from ddtree_deploy.agent import dists, elf, host_facts, torch_preload
+
+SCHEMA = 1
+EXAMPLES = 40
+EXTENSION = re.compile(r"\.(?:abi3|cpython-\d+[a-z]*(?:-[\w-]+)?)\.so$")
+# Libraries of CUDA 12 and of CUDA 13 that share path and soname; only their content tells which they are.
+STAMPED = ("libnccl.so.", "libnvshmem_host.so.", "libcusparseLt.so.", "libcudnn_graph.so.", "libcusparse.so.")
+
+
+def collect(root, python=None, env=None, sonames=(), home=None):
+    """Return `{"schema", "tree", "host", "system"}` for the site-packages at `root`.
+
+    `python` is the venv's interpreter (default: the one that runs this); `env` is laid over this process's environment to
+    give the service's; `sonames` are libraries that a snapshot from elsewhere needs, looked up here too; `home` is the
+    service user's.
+    """
+    env = dict(os.environ, **(env or {}))
+    home = home or os.path.expanduser("~")
+    found = tree(root)
+    host = host_facts.host(root, python, env, home)
+    wanted = set(sonames)
+    dirs = []
+    for path, facts in found["files"].items():
+        wanted.update(facts["needed"])
+        origin = os.path.dirname(os.path.join(found["root"], path))
+        dirs += [d for d in expand(facts["rpath"] + facts["runpath"], origin) if not d.startswith(found["root"])]
+    return {"schema": SCHEMA, "tree": found, "host": host, "system": system(wanted, host, env, dirs)}
+
+
+def _packed(facts):
+    for key in ("defines", "undefined", "weak"):
+        facts[key] = pack(facts[key])
+    return facts
+
+
+def pack(names):
+    """Pack a list of strings for the wire; short lists stay readable. `abi.model.unpack` reads both."""
+    if len(names) < 64:
+        return names
+    names.sort()
+    squeeze = zlib.compressobj(3)
+    parts = []
+    for at in range(0, len(names), 4096):  # in slices: libraries with 30 MB of symbol names exist
+        text = "\n".join(names[at : at + 4096]) + ("\n" if at + 4096 < len(names) else "")
+        parts.append(squeeze.compress(text.encode("utf-8", "surrogateescape")))
+    parts.append(squeeze.flush())
+    return {"n": len(names), "z": base64.b64encode(b"".join(parts)).decode("ascii")}
+
+
+def expand(entries, origin):
+    """Expand `$ORIGIN` and `$LIB` in RPATH entries; return absolute normalised directories (ld.so(8))."""
+    out = []
+    for entry in entries:
+        entry = entry.replace("${ORIGIN}", "$ORIGIN").replace("$ORIGIN", origin)
+        entry = entry.replace("${LIB}", "$LIB").replace("$LIB", "lib64")
+        if entry.startswith("/"):
+            out.append(os.path.normpath(entry))
+    return out
+
+
+def tree(root):
+    """Return the facts of one site-packages: ELF files by relative path, distributions with their RECORD, torch's preloads."""
+    root = os.path.realpath(root)
+    sizes, links, objects, hardlinks = _walk(root)
+    files = {}
+    for path in objects:
+        name = path.rsplit("/", 1)[-1]
+        facts = elf.read(os.path.join(root, path), stamp=name.startswith(STAMPED))
+        if facts["kind"] is not None or _should_be_elf(facts, path):
+            files[path] = _packed(facts)
+    linked = {soname for facts in files.values() for soname in facts["needed"]}
+    for path, facts in files.items():
+        if EXTENSION.search(path) and path.rsplit("/", 1)[-1] not in linked:
+            facts["defines"] = []  # nothing links against an extension module; these are megabytes of template names
+    found, owners = _distributions(root, sizes)
+    shared = sorted(path for path, who in owners.items() if len(who) > 1 and not path.endswith("__init__.py"))
+    unowned = sorted(path for path in sizes if path not in owners and ".dist-info/" not in path)
+    return {
+        "root": root,
+        "files": files,
+        "dists": found,
+        "unowned": {"count": len(unowned), "examples": unowned[:EXAMPLES], "elf": [p for p in unowned if p in files]},
+        "shared": {path: owners[path] for path in shared[:EXAMPLES]},
+        "torch": dict(dists.torch_version(root), preload=torch_preload.read(root)),
+        "versions": _code_versions(root),
+        "pth": dists.read_pth(root),
+        "outside_links": links,
+        "hardlinks": hardlinks,
+        "bytes": sum(sizes.values()),
+        "count": len(sizes),
+    }
+
+
+def _should_be_elf(facts, path):
+    """Tell a damaged shared object from a text file that is merely named like one (linker scripts exist)."""
+    return facts["problems"] and facts["problems"][0] != "not an ELF file" or path.endswith((".abi3.so", "-gnu.so"))
+
+
+def _walk(root):
+    sizes, links, objects, hardlinks = {}, [], [], 0
+    stack = [""]
+    while stack:
+        prefix = stack.pop()
+        try:
+            entries = list(os.scandir(os.path.join(root, prefix)))
+        except OSError:
+            continue
+        for entry in entries:
+            path = prefix + entry.name
+            if entry.is_symlink():
+                target = os.path.realpath(entry.path)
+                if target.startswith(root + os.sep):
+                    if ".so" in entry.name and os.path.isfile(target):
+                        sizes[path] = os.stat(target).st_size
+                        objects.append(path)
+                else:
+                    links.append([path, os.readlink(entry.path)])
+            elif entry.is_dir():
+                if entry.name != "__pycache__":
+                    stack.append(path + "/")
+            else:
+                info = entry.stat()
+                sizes[path] = info.st_size
+                if entry.name.endswith(".so") or ".so." in entry.name:
+                    objects.append(path)
+                    hardlinks += info.st_nlink > 1
+                elif info.st_mode & stat.S_IXUSR and "." not in entry.name and info.st_size > 4096:
+                    objects.append(path)
+    return sizes, sorted(links), sorted(objects), hardlinks
+
+
+def _distributions(root, sizes):
+    """Return the distributions and {path: [dist-info directories]}; RECORD is compared by size only, never by hash."""
+    out, owners = [], {}
+    for dist in dists.read_distributions(root):
+        recorded = _record_sizes(os.path.join(root, dist["dir"], "RECORD"))
+        owns, missing, resized = [], [], []
+        for path, size in recorded.items():
+            if path.startswith("../") or path.endswith(".pyc"):
+                continue
+            owns.append(path)
+            owners.setdefault(path, []).append(dist["dir"])
+            if path not in sizes:
+                if not path.startswith("bin/"):
+                    missing.append(path)
+            elif size is not None and sizes[path] != size:
+                resized.append(path)
+        out.append({
+            "name": dist["name"], "version": dist["version"], "dir": dist["dir"], "requires": dist["requires"],
+            "editable": dist["editable"], "record": dist["record"] is not None,
+            "metadata": os.path.isfile(os.path.join(root, dist["dir"], "METADATA")), "owns": pack(owns),
+            "missing": _sample(missing), "resized": _sample(resized),
+        })  # fmt: skip
+    return out, owners
+
+
+def _sample(paths):
+    """Keep shared objects first: they are what a verdict is made of."""
+    ordered = sorted(paths, key=lambda path: (".so" not in path, path))
+    return {"count": len(paths), "examples": ordered[:EXAMPLES]}
+
+
+def _record_sizes(path):
+    out = {}
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
+            for line in file:
+                name, _, rest = line.rstrip("\r\n").rpartition(",")
+                name = name.rpartition(",")[0].strip('"')
+                if name:
+                    out[os.path.normpath(name)] = int(rest) if rest.isdigit() else None
+    except OSError:
+        pass
+    return out
+
+
+def _code_versions(root):
+    """Return {package: version} as the code itself says it (`__version__ = "..."` at the top level), without importing."""
+    out = {}
+    for package in ("torch", "triton", "sglang", "sgl_kernel", "vllm", "flashinfer", "flash_attn", "xformers", "torchvision"):
+        for name in ("version.py", "_version.py", "__init__.py"):
+            version = _dunder_version(os.path.join(root, package, name))
+            if version:
+                out[package] = version
+                break
+    return out
+
+
+def _dunder_version(path):
+    try:
+        with open(path, "rb") as file:
+            module = ast.parse(file.read(1 << 20))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    for node in module.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        value = getattr(node, "value", None)
+        if isinstance(target, ast.Name) and target.id in ("__version__", "version") and isinstance(value, ast.Constant):
+            if isinstance(value.value, str) and value.value[:1].isdigit():
+                return value.value
+    return None
+
+
+# --- libraries of the system ----------------------------------------------------------------------------------------
+
+
+def system(wanted, host, env, dirs=()):
+    """Return the libraries outside the tree that the loader could use for `wanted` sonames, transitively.
+
+    `search` are LD_LIBRARY_PATH's directories; `cache` maps a soname to what ld.so.cache or the trusted directories give;
+    `files` holds the facts by absolute path; `interpreter` is the executable whose scope everything else shares.
+    """
+    search = [os.path.realpath(d) for d in env.get("LD_LIBRARY_PATH", "").split(":") if d and os.path.isdir(d)]
+    preloads = [path for path in env.get("LD_PRELOAD", "").replace(":", " ").split() if path]
+    interpreter = os.path.realpath(host["python"]["executable"])
+    known = host_facts.ld_cache()
+    files, cache = {}, {}
+    program = _packed(elf.read(interpreter))
+    files[interpreter] = program
+    extra = sorted(set(dirs) | set(expand(program["rpath"] + program["runpath"], os.path.dirname(interpreter))))
+    todo = list(wanted) + program["needed"] + ["libcuda.so.1", "libnvidia-ml.so.1", "libstdc++.so.6", "libc.so.6"] + preloads
+    seen = set()
+    while todo:
+        soname = todo.pop()
+        if soname in seen:
+            continue
+        seen.add(soname)
+        candidates = [soname] if "/" in soname else [os.path.join(d, soname) for d in search + extra]
+        found = known.get(soname) or next((p for d in host_facts.TRUSTED_DIRS for p in [os.path.join(d, soname)] if os.path.isfile(p)), None)
+        if found:
+            cache[soname] = os.path.realpath(found)
+            candidates.append(cache[soname])
+        for path in candidates:
+            if path not in files and os.path.isfile(path):
+                files[path] = facts = _packed(elf.read(path))
+                origin = os.path.dirname(os.path.realpath(path))
+                extra += [d for d in expand(facts["rpath"] + facts["runpath"], origin) if d not in extra]
+                todo += facts["needed"]
+    return {"search": search, "preload": preloads, "interpreter": interpreter, "cache": cache, "files": files}
