@@ -47,7 +47,7 @@ def imports(session, python, root, live_site, venv, modules, user="", env=None, 
             except queue.Empty:
                 return
             try:
-                proof = _import(session, [python, *flags], how, root, live_site, venv, module, timeout)
+                proof = _import(session, [python, *flags], how, root, live_site, module, timeout)
             except Exception as error:
                 faults.append(error)
                 return
@@ -95,9 +95,9 @@ def _identity(user):
     return how
 
 
-def _import(session, interpreter, how, root, live_site, venv, module, timeout):
+def _import(session, interpreter, how, root, live_site, module, timeout):
     result_out, result_in = os.pipe()
-    argv = [*interpreter, "-c", source_of(probe_child), str(result_in), str(os.getpid()), root, live_site, venv, module]
+    argv = [*interpreter, "-c", source_of(probe_child), str(result_in), str(os.getpid()), root, live_site, module]
     started = time.monotonic()
     try:
         child = subprocess.Popen(

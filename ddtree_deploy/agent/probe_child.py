@@ -1,6 +1,6 @@
 """Import one module as the venv would, were `root` its site-packages; runs by `-S -c`, so it imports nothing of ours.
 
-argv: result descriptor, pid of the parent, root, live site-packages, venv, module. The result is one JSON object on the
+argv: result descriptor, pid of the parent, root, live site-packages, module. The result is one JSON object on the
 descriptor, never on stdout; whoever gets none knows that the import ended the process.
 """
 
@@ -26,14 +26,12 @@ def fence(parent):
         os._exit(1)
 
 
-def set_paths(root, live, venv):
+def set_paths(root, live):
     """Do what `site` does at start-up, with `root` in the place of the live site-packages."""
     if sys.path and sys.path[0] == "":
         del sys.path[0]  # `-c` puts the working directory first
     import site
 
-    sys.prefix = sys.exec_prefix = venv
-    site.PREFIXES[:] = [venv]
     ordinary = site.getsitepackages
     same = os.path.realpath(live)
 
@@ -81,7 +79,7 @@ def their_part(tb):
 
 def main():
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
-    root, live, venv, module = sys.argv[3:7]
+    root, live, module = sys.argv[3:6]
     os.set_inheritable(fd, False)
     fence(parent)
     me = os.getpid()
@@ -93,12 +91,13 @@ def main():
 
     started = time.monotonic()
     try:
-        set_paths(root, live, venv)
+        set_paths(root, live)
         started = time.monotonic()
         importlib.import_module(module)
     except BaseException as error:
+        said = ("%s: %s" % (type(error).__name__, error)).strip().splitlines()[0]
+        why = "the import called sys.exit(%r)" % (error.code,) if isinstance(error, SystemExit) else said
         lines = traceback.format_exception(type(error), error, their_part(error.__traceback__))
-        why = "the import called sys.exit(%r)" % (error.code,) if isinstance(error, SystemExit) else lines[-1].strip()
         result = {"ok": False, "error": why, "traceback": "".join(lines)}
     if os.getpid() != me:
         os._exit(0)  # the import forked, and this is the copy
