@@ -25,15 +25,18 @@ def holder(found):
 
 def acquire(found, who, wait, aborted):
     """Take the venv's lock within `wait` seconds and return its descriptor; raise Failure(locked) naming the holder."""
-    fd = os.open(found.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     deadline = time.monotonic() + wait
     while True:
+        fd = os.open(found.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            if _is(fd, found.lock):
+                break
+            os.close(fd)  # the holder removed the file with its state directory: this is no longer the lock
+            continue
         except BlockingIOError:
+            os.close(fd)
             if time.monotonic() >= deadline or aborted():
-                os.close(fd)
                 now = durable.read_json(found.lock + ".json") or {}
                 raise Failure(
                     "locked",
@@ -43,6 +46,13 @@ def acquire(found, who, wait, aborted):
             time.sleep(0.1)
     durable.write_json(found.lock + ".json", {**who, "pid": os.getpid(), "since": utc()})
     return fd
+
+
+def _is(fd, path):
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def utc(seconds=None):

@@ -13,6 +13,7 @@ from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.paths import HostilePath
 
 LEASE = 60.0
+SIGN_OF_LIFE = 5.0
 
 
 class Session:
@@ -30,10 +31,15 @@ class Session:
         self._aborted = threading.Event()
         self._out = threading.Lock()
         self._last_progress = 0.0
+        self._last_sign = time.monotonic()
 
     def _read(self, view):
         count = os.readv(self.fd_in, [view])
         self.last_heard = time.monotonic()
+        if self.last_heard - self._last_sign > SIGN_OF_LIFE:
+            # A large object may take minutes to arrive; the controller must not take that for silence.
+            self._last_sign = self.last_heard
+            self.send({"pong": True})
         return count
 
     def aborted(self):

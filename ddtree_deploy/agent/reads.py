@@ -36,7 +36,8 @@ def venv_python(venv):
 def scan(session, header, _value):
     """Walk the venv's site-packages: entries with stat stamps, digests that the host can vouch for, owners, facts.
 
-    With `if_result`: answer only `same` when the live generation was made of that result and no file was touched since.
+    With `unless` (snapshot id, selected names): answer only `same` when the live generation was made of these and no file was
+    touched since.
     """
     found = layout.locate(header["venv"])
     live = found.live()
@@ -51,8 +52,8 @@ def scan(session, header, _value):
         "writable": os.access(found.venv, os.W_OK) and os.access(os.path.dirname(found.site), os.W_OK),
     }
     vouched = [None if index is None else index.digest(entry) for entry in entries]
-    wanted = header.get("if_result")
-    if wanted and info and info.get("result") == wanted and index is not None and _clean(entries, vouched, index):
+    made_of = [info.get("snapshot"), info.get("selected")] if info else None
+    if made_of and made_of == header.get("unless") and index is not None and _clean(entries, vouched, index):
         return {**common, "same": True}
     files = [[*entry[:9], digest] for entry, digest in zip(entries, vouched)]
     return {

@@ -99,6 +99,13 @@ def gather(found, live_entries, vouch):
     return sources
 
 
+def add_base(sources, root, vouch):
+    """Let another venv of the host (`push --create --base`) be a source too, by the stamps that the controller vouches for."""
+    stamps = {row[0]: (tuple(row[1:6]), row[6]) for row in vouch}
+    entries = walk.walk(root)
+    sources.add_tree(root, entries, lambda e: stamps[e[0]][1] if e[0] in stamps and stamps[e[0]][0] == walk.stamp(e) else None)
+
+
 def missing(wanted, sources, found):
     """Return `{digest: size}` of the content that has to be sent; what a cut push left behind is hashed before it counts."""
     need = {digest: size for path, kind, _mode, size, digest in wanted if kind == "f" and sources.find(path, digest) is None}

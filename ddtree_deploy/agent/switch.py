@@ -118,6 +118,9 @@ def settle(found, python):
     if outcome(found, journal["tx"]) is None:
         event = {key: journal.get(key) for key in ("tx", "generation", "previous", "snapshot", "who", "what")}
         log(found, event=verdict, reason=decision.get("reason", ""), **event)
+    if verdict == "reverted" and journal.get("what") == "push" and found.live() != journal["generation"]:
+        # Without its record it is rubbish, which the next push clears.
+        layout.remove(os.path.join(found.directory(journal["generation"]), "generation.json"))
     layout.remove(found.journal)
     layout.remove(_decision(found, journal["tx"]))
     durable.sync_directory(found.state)

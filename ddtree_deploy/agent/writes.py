@@ -80,6 +80,8 @@ def stage_request(session, header, value):
     if walk.fingerprint(entries) != header["base"]:
         raise Failure("stale-plan", "`%s` changed since the plan was made" % push.found.site)
     push.sources = stage.gather(push.found, entries, value.get("vouch", []))
+    if value.get("base"):
+        stage.add_base(push.sources, value["base"]["root"], value["base"]["vouch"])
     need = stage.missing(push.wanted, push.sources, push.found)
     space = facts.space(push.found.venv)
     short = sum(need.values()) + (64 << 20) - space["free_bytes"]
@@ -137,16 +139,17 @@ def _is_new(push, path, row):
 
 
 def prove_staged(session, header, value):
-    """Prove the staged tree: hashes of everything, syntax of `value.sources`, import of `value.modules`; then make it a generation."""
+    """Prove the staged tree: hashes of everything (`value.hash`), syntax of `value.sources`, import of `value.modules`."""
     push = _open(session)
     root = push.found.tree(push.number)
-    expected = [[path, row[0], row[1], row[2], row[3]] for path, row in sorted(push.index.rows.items())]
-    stamps = {path: ((row[4], row[5], row[2], row[6], row[7]), row[3]) for path, row in push.index.rows.items()}
-    hashed, vouched, bad = prove.hashes(session, root, expected, stamps)
-    out = {"hashed": hashed, "vouched": vouched, "bad": bad, "compiled": None, "syntax_errors": [], "imports": None}
-    if not bad:
+    out = {"hashed": 0, "vouched": 0, "bad": [], "compiled": 0, "syntax_errors": [], "imports": []}
+    if value.get("hash"):
+        expected = [[path, row[0], row[1], row[2], row[3]] for path, row in sorted(push.index.rows.items())]
+        stamps = {path: ((row[4], row[5], row[2], row[6], row[7]), row[3]) for path, row in push.index.rows.items()}
+        out["hashed"], out["vouched"], out["bad"] = prove.hashes(session, root, expected, stamps)
+    if value.get("sources"):
         out["compiled"], out["syntax_errors"] = prove.syntax(session, push.python, root, value["sources"])
-    if not bad and value.get("modules"):
+    if value.get("modules"):
         out["imports"] = _imports(session, push, root, header, value["modules"])
     return {"_big": out}
 

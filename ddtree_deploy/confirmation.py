@@ -1,0 +1,58 @@
+"""After a switch: the host's ledger is what happened, and only a fresh connection may add `confirmed` to it."""
+
+from __future__ import annotations
+
+import time
+
+from ddtree_deploy.errors import DeployError, HostUnreachable, RestoreUnconfirmed, RevertedAfterFailure
+from ddtree_deploy.events import Emit, Note, Step
+from ddtree_deploy.hosts.base import Host
+from ddtree_deploy.session import Session
+
+
+def confirm(host: Host, tx: str, generation: int, previous: int, seconds: float, emit: Emit) -> None:
+    """Confirm the switch `tx` within `seconds`; return only when the ledger says `confirmed`.
+
+    Raises RevertedAfterFailure when the host went back, RestoreUnconfirmed when the ledger could not be read.
+    """
+    emit(Step(host.name, "confirm from a fresh connection"))
+    deadline = time.monotonic() + seconds
+    error: DeployError | None = None
+    while True:
+        try:
+            with Session(host, writable=True, emit=emit) as session:
+                outcome = session.ask("confirm", venv=host.venv, tx=tx).fields["outcome"]
+            break
+        except HostUnreachable as problem:
+            error = problem
+            if time.monotonic() > deadline:
+                raise RestoreUnconfirmed(
+                    f"`{host.name}` switched to generation {generation} but can not be reached to confirm it",
+                    mend=f"it goes back to {previous} by itself; see `ddtree-deploy status {host.name}`",
+                    causes=(error.message,),
+                ) from problem
+            emit(Note(host.name, "no fresh connection yet, trying again", "debug"))
+            time.sleep(1.0)
+    if outcome == "confirmed":
+        return
+    if outcome == "reverted":
+        raise RevertedAfterFailure(f"`{host.name}` is back at generation {previous}: the confirmation came too late")
+    raise RestoreUnconfirmed(f"the ledger of `{host.name}` does not say how the switch to generation {generation} ended")
+
+
+def outcome_after_loss(host: Host, tx: str, seconds: float, emit: Emit, lost: DeployError) -> DeployError:
+    """Return the error that tells how a switch ended whose connection broke, by reading the ledger until it says."""
+    emit(Note(host.name, "the connection broke after the switch; reading the host's ledger", "warn"))
+    deadline = time.monotonic() + seconds + 10
+    while time.monotonic() < deadline:
+        try:
+            with Session(host, writable=False, emit=emit) as session:
+                ledger = session.ask("look", venv=host.venv).value["ledger"]
+        except HostUnreachable:
+            time.sleep(2.0)
+            continue
+        for entry in ledger:
+            if entry.get("tx") == tx and entry.get("event") == "reverted":
+                return RevertedAfterFailure(f"`{host.name}` went back by itself: the connection broke after the switch", causes=(lost.message,))
+        time.sleep(1.0)
+    return RestoreUnconfirmed(f"the connection to `{host.name}` broke after the switch", causes=(lost.message,))

@@ -1,0 +1,282 @@
+"""The pure heart: compose the tree that would result on a target, and say what changes. No I/O, no host."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from packaging.utils import canonicalize_name
+
+from ddtree_deploy.errors import UsageProblem
+from ddtree_deploy.models import (
+    PATCHED,
+    UNOWNED,
+    Check,
+    Distribution,
+    FileChange,
+    FileEntry,
+    Inventory,
+    Manifest,
+    PackageChange,
+    Plan,
+    PythonFacts,
+    Use,
+)
+
+
+def make(
+    snapshot_id: str,
+    snapshot: Manifest,
+    target: Inventory,
+    *,
+    only: Sequence[str] = (),
+    checks: Sequence[Check] = (),
+    uses: Sequence[Use] = (),
+) -> Plan:
+    """Plan the push of a snapshot, or of the distributions `only` names, onto a target.
+
+    Distributions of the snapshot replace their namesakes, and whoever else claims the same import package; nothing of those
+    stays. The target's other distributions, and what nobody owns outside replaced packages, are kept. Raises UsageProblem
+    for a name that the snapshot does not have.
+    """
+    moved = chosen(snapshot.distributions, only) if only else frozenset(d.name for d in snapshot.distributions)
+    merged = _compose(snapshot, target, moved, whole=not only)
+    python = target.python or snapshot.python
+    result = Manifest(host=target.host, venv=target.venv, python=python, distributions=merged.distributions, files=merged.files)
+    return Plan(
+        target=target.host,
+        venv=target.venv,
+        snapshot=snapshot_id,
+        selected=tuple(sorted(moved)) if only else (),
+        base=target.fingerprint,
+        base_generation=target.generation,
+        result=result,
+        packages=_package_table(snapshot, target, moved, merged.replaced, result),
+        changes=file_changes(target.files, result.files),
+        checks=(*interpreter_checks(snapshot.python, target.python), *_place_checks(target, result), *checks),
+        uses=tuple(uses),
+    )
+
+
+def chosen(distributions: Sequence[Distribution], names: Collection[str]) -> frozenset[str]:
+    """Return the distributions that `names` mean, by distribution or import-package name, `*` at the end allowed.
+
+    Raises UsageProblem naming near ones when one means nothing.
+    """
+    found: set[str] = set()
+    for name in names:
+        key = canonicalize_name(name.rstrip("*"))
+        matches = {
+            d.name
+            for d in distributions
+            if canonicalize_name(d.name) == key
+            or name in d.packages
+            or (name.endswith("*") and canonicalize_name(d.name).startswith(key))
+        }
+        if not matches:
+            near = difflib.get_close_matches(key, [canonicalize_name(d.name) for d in distributions], n=3, cutoff=0.4)
+            raise UsageProblem(f"the snapshot has no distribution `{name}`", mend=f"near: {', '.join(near)}" if near else None)
+        found |= matches
+    return frozenset(found)
+
+
+def travels(entry: FileEntry, packages: Collection[str]) -> bool:
+    """Tell whether a file that nobody owns goes with the import packages `packages`: a hand-made addition inside one."""
+    return entry.origin == UNOWNED and entry.path.partition("/")[0] in packages
+
+
+@dataclass(frozen=True, slots=True)
+class _Merged:
+    distributions: tuple[Distribution, ...]
+    files: tuple[FileEntry, ...]
+    replaced: Mapping[str, str]
+
+
+def _compose(snapshot: Manifest, target: Inventory, moved: frozenset[str], *, whole: bool) -> _Merged:
+    incoming = [index for index, dist in enumerate(snapshot.distributions) if dist.name in moved]
+    packages = {name for index in incoming for name in snapshot.distributions[index].packages}
+    names = {canonicalize_name(snapshot.distributions[index].name) for index in incoming}
+    owned = [e for e in snapshot.files if e.owner in set(incoming)]
+    libraries = {e.path for e in owned if ".so" in e.path}
+    replaced = _replaced(target, names, packages, libraries)
+
+    distributions: list[Distribution] = []
+    files: dict[str, FileEntry] = {}
+    gone_packages = set(packages)
+    renumber: dict[int, int] = {}
+    for index, dist in enumerate(target.distributions):
+        if dist.name in replaced:
+            gone_packages.update(dist.packages)
+            continue
+        renumber[index] = len(distributions)
+        distributions.append(dist)
+    for entry in target.files:
+        if entry.owner in renumber:
+            files[entry.path] = entry._replace(owner=renumber[entry.owner])
+        elif entry.owner < 0 and not (entry.path.partition("/")[0] in gone_packages and "/" in entry.path):
+            files[entry.path] = entry
+    renumber = {}
+    for index in incoming:
+        renumber[index] = len(distributions)
+        distributions.append(snapshot.distributions[index])
+    for entry in snapshot.files:
+        if entry.owner in renumber:
+            files[entry.path] = entry._replace(owner=renumber[entry.owner])
+        elif entry.owner < 0 and (whole or travels(entry, packages)):
+            files[entry.path] = entry
+    return _Merged(tuple(distributions), tuple(sorted(_without_shadowed(files))), replaced)
+
+
+def _replaced(target: Inventory, names: set[str], packages: set[str], libraries: set[str]) -> dict[str, str]:
+    """Return the target's distributions that go, each with the reason."""
+    out: dict[str, str] = {}
+    shared = {e.owner: e.path for e in target.files if e.owner >= 0 and e.path in libraries}
+    for index, dist in enumerate(target.distributions):
+        common = sorted(packages.intersection(dist.packages))
+        if canonicalize_name(dist.name) in names:
+            out[dist.name] = ""
+        elif common:
+            out[dist.name] = f"owns `{common[0]}`, which the snapshot brings"
+        elif index in shared:
+            out[dist.name] = f"owns `{shared[index]}`, which the snapshot brings"
+    return out
+
+
+def _without_shadowed(files: Mapping[str, FileEntry]) -> list[FileEntry]:
+    """Drop entries that lie below a file or link of the same tree (a module that became a package, or the reverse)."""
+    leaves = set(files)
+    out = []
+    for path, entry in files.items():
+        at = path.find("/")
+        while at != -1 and path[:at] not in leaves:
+            at = path.find("/", at + 1)
+        if at == -1:
+            out.append(entry)
+    return out
+
+
+def file_changes(before: Sequence[FileEntry], after: Sequence[FileEntry]) -> tuple[FileChange, ...]:
+    """Return what differs between two trees, by path: content, kind, mode or link target."""
+    old = {entry.path: entry for entry in before}
+    new = {entry.path: entry for entry in after}
+    out = [FileChange("-", path, entry.size, entry.origin) for path, entry in old.items() if path not in new]
+    for path, entry in new.items():
+        was = old.get(path)
+        if was is None:
+            out.append(FileChange("+", path, entry.size, entry.origin))
+        elif (was.kind, was.mode, was.digest) != (entry.kind, entry.mode, entry.digest):
+            out.append(FileChange("~", path, entry.size, entry.origin))
+    return tuple(sorted(out, key=lambda change: change.path))
+
+
+def _package_table(
+    snapshot: Manifest, target: Inventory, moved: frozenset[str], replaced: Mapping[str, str], result: Manifest
+) -> tuple[PackageChange, ...]:
+    old = {canonicalize_name(d.name): d for d in target.distributions}
+    before = _by_distribution(target.distributions, target.files)
+    after = _by_distribution(result.distributions, result.files)
+    rows = []
+    for dist in result.distributions:
+        key = canonicalize_name(dist.name)
+        was = old.get(key)
+        files, size, patched = _difference(before.get(key, {}), after.get(key, {}))
+        if was is None:
+            action = "add"
+        elif was.shown_version != dist.shown_version:
+            action = "replace"
+        else:
+            action = "change" if files else "keep"
+        why = f"{patched} patched" if patched and dist.name in moved else ""
+        rows.append(PackageChange(action, dist.name, was.shown_version if was else "", dist.shown_version, files, size, why))
+    kept = {canonicalize_name(d.name) for d in result.distributions}
+    for name, why in replaced.items():
+        if canonicalize_name(name) not in kept:
+            was = old[canonicalize_name(name)]
+            gone = before.get(canonicalize_name(name), {})
+            rows.append(PackageChange("remove", name, was.shown_version, "", len(gone), 0, why))
+    loose = _difference(before.get("", {}), after.get("", {}))
+    if loose[0]:
+        rows.append(PackageChange("change", "(unowned files)", "", "", loose[0], loose[1]))
+    order = {"remove": 0, "replace": 1, "change": 2, "add": 3, "keep": 4}
+    return tuple(sorted(rows, key=lambda row: (order[row.action], canonicalize_name(row.name))))
+
+
+def _by_distribution(distributions: Sequence[Distribution], files: Sequence[FileEntry]) -> dict[str, dict[str, FileEntry]]:
+    out: dict[str, dict[str, FileEntry]] = {}
+    for entry in files:
+        name = canonicalize_name(distributions[entry.owner].name) if entry.owner >= 0 else ""
+        out.setdefault(name, {})[entry.path] = entry
+    return out
+
+
+def _difference(before: Mapping[str, FileEntry], after: Mapping[str, FileEntry]) -> tuple[int, int, int]:
+    """Return how many files differ, the bytes of the new ones, and how many of the new ones are patched."""
+    changes = file_changes(list(before.values()), list(after.values()))
+    return (
+        len(changes),
+        sum(change.size for change in changes if change.sign != "-"),
+        sum(entry.origin == PATCHED for entry in after.values()),
+    )
+
+
+def interpreter_checks(source: PythonFacts, target: PythonFacts | None) -> tuple[Check, ...]:
+    """Compare two interpreters as extension modules see them (K7): minor version, implementation, ABI flags, machine."""
+    if target is None:
+        return (Check("K7", "block", "the target has no interpreter that runs"),)
+    faults = []
+    if _minor(source) != _minor(target):
+        faults.append(f"python {_minor(source)} against {_minor(target)}")
+    if source.implementation != target.implementation:
+        faults.append(f"{source.implementation} against {target.implementation}")
+    if (source.abiflags, source.debug, source.free_threaded) != (target.abiflags, target.debug, target.free_threaded):
+        faults.append(f"extension suffix {source.ext_suffix} against {target.ext_suffix}")
+    if source.machine != target.machine:
+        faults.append(f"{source.machine} against {target.machine}")
+    if not faults:
+        return (Check("K7", "ok", f"python {target.version}, {target.ext_suffix}"),)
+    return (
+        Check(
+            "K7", "block", "the interpreters differ: " + ", ".join(faults), (target.executable,),
+            f"make a venv with python {_minor(source)} there: `--create --venv PATH`",
+        ),
+    )  # fmt: skip
+
+
+def _minor(python: PythonFacts) -> str:
+    return ".".join(python.version.split(".")[:2])
+
+
+def _place_checks(target: Inventory, result: Manifest) -> tuple[Check, ...]:
+    """Check the place itself (K12): writable, not noexec, not NFS, inodes and bytes for what is new."""
+    out = []
+    space = target.facts.get("space", {})
+    if target.facts.get("writable") is False:
+        out.append(Check("K12", "block", f"`{target.venv}` is not writable for this user", (), "connect as its owner, or as root"))
+    if space.get("read_only"):
+        out.append(Check("K12", "block", "the file system there is read-only", (space.get("mount", ""),), "mount it writable"))
+    if space.get("noexec"):
+        out.append(Check("K12", "block", "the file system there is mounted noexec", (space.get("mount", ""),), "shared objects can not be loaded from it"))
+    if space.get("nfs"):
+        out.append(Check("K12", "warn", "the venv is on NFS: other machines see the switch late, JIT caches go stale", (space.get("mount", ""),)))
+    known = {entry.digest for entry in target.files}
+    need = sum({entry.digest: entry.size for entry in result.files if entry.kind == "f" and entry.digest not in known}.values())
+    if need > target.free_bytes:
+        out.append(Check("K12", "block", f"{need} bytes are needed there, {target.free_bytes} are free", (space.get("mount", ""),)))
+    if target.free_inodes < len(result.files) + 1024:
+        out.append(Check("K12", "block", f"{len(result.files)} inodes are needed there, {target.free_inodes} are free", (space.get("mount", ""),)))
+    return tuple(out)
+
+
+def with_checks(plan: Plan, checks: Sequence[Check], uses: Sequence[Use] = ()) -> Plan:
+    """Return the plan with more checks and uses."""
+    return replace(plan, checks=(*plan.checks, *checks), uses=(*plan.uses, *uses))
+
+
+def probe_modules(plan: Plan, roots: Sequence[str]) -> list[str]:
+    """Return the import packages to prove: those of distributions whose files change, and the profile's roots that are there."""
+    changed = {change.path for change in plan.changes}
+    touched = {entry.owner for entry in plan.result.files if entry.path in changed and entry.owner >= 0}
+    names = {name for index in touched for name in plan.result.distributions[index].packages}
+    present = {name for dist in plan.result.distributions for name in dist.packages}
+    return sorted(name for name in names | (present & set(roots)) if not name.startswith("_"))

@@ -1,0 +1,296 @@
+"""A conversation with the agent on a host: send the code, ask, stream objects either way, notice when the other side is gone."""
+
+from __future__ import annotations
+
+import functools
+import io
+import queue
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+from ddtree_deploy.agent import PROTOCOL, frames, objects
+from ddtree_deploy.errors import BY_KIND, DeployError, HostUnreachable, IntegrityFailure, Interrupted
+from ddtree_deploy.events import Emit, Note, Progress, ignore
+from ddtree_deploy.hosts.base import Channel, Host
+from ddtree_deploy.hosts.connect import connector
+
+PING_SECONDS = 15.0
+SILENCE_SECONDS = 50.0
+HELLO_SECONDS = 45.0
+
+# Tried in order on the host: the first that is Python 3.9 or later runs the agent.
+_PYTHONS = ("python3", "python3.12", "python3.11", "python3.13", "python3.10", "python3.9", "/usr/bin/python3")
+_SHELL = (
+    'code=$1; mode=$2; shift 2; for p in "$@"; do case $p in "~/"*) p=$HOME/${p#"~/"};; esac; '
+    'if command -v "$p" >/dev/null 2>&1 && "$p" -I -S -c "import sys; sys.exit(sys.version_info < (3, 9))" 2>/dev/null; '
+    'then exec "$p" -I -S -c "$code" "$mode"; fi; done; echo "no python >= 3.9 among: $*" >&2; exit 127'
+)
+_BOOT = """
+import os, sys
+left, fd = {size}, os.memfd_create("ddtree-agent")
+while left:
+    data = os.read(0, min(left, 65536))
+    if not data:
+        sys.exit(3)
+    left -= len(data)
+    while data:
+        data = data[os.write(fd, data):]
+os.set_inheritable(fd, False)
+sys.path.insert(0, "/proc/self/fd/%d" % fd)
+from ddtree_deploy.agent.main import main
+main(fd)
+"""
+
+
+@functools.cache
+def agent_zip() -> bytes:
+    """Return the agent as a zip that Python imports from memory; the same sources always give the same bytes."""
+    package = Path(__file__).parent
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
+        archive.writestr(zipfile.ZipInfo("ddtree_deploy/__init__.py"), b"")
+        for path in sorted((package / "agent").glob("*.py")):
+            info = zipfile.ZipInfo(f"ddtree_deploy/agent/{path.name}")
+            archive.writestr(info, path.read_bytes(), zipfile.ZIP_DEFLATED)
+    return out.getvalue()
+
+
+class Reply(NamedTuple):
+    """An answer: its header fields, and the structured value that came with it (None: nothing)."""
+
+    fields: dict[str, Any]
+    value: Any
+
+
+class Sink(Protocol):
+    """Where objects from the host go (`store.Ingest.landing`)."""
+
+    def receive(self, reader: frames.Reader, header: dict[str, Any]) -> None: ...
+
+
+class Session:
+    """Hold one agent. Use as a context manager; `writable` decides whether the agent accepts requests that change the host."""
+
+    def __init__(self, host: Host, *, writable: bool, emit: Emit = ignore) -> None:
+        self.host = host
+        self.emit = emit
+        self.writable = writable
+        self.sink: Sink | None = None
+        self.hello: dict[str, Any] = {}
+        self._replies: queue.SimpleQueue[tuple[dict[str, Any], bytes] | Exception] = queue.SimpleQueue()
+        self._number = 0
+        self._write_lock = threading.Lock()
+        self._heard = time.monotonic()
+        self._closed = threading.Event()
+        self._greeted = False
+        self._channel = self._start()
+        threading.Thread(target=self._read_loop, daemon=True, name=f"read {host.name}").start()
+        threading.Thread(target=self._ping_loop, daemon=True, name=f"ping {host.name}").start()
+
+    def _start(self) -> Channel:
+        archive = agent_zip()
+        own = [self.host.python] if self.host.python else []
+        venv = [f"{self.host.venv}/bin/python"] if self.host.venv else []
+        code = _BOOT.format(size=len(archive))
+        argv = ["sh", "-c", _SHELL, "sh", code, "rw" if self.writable else "ro", *own, *venv, *_PYTHONS]
+        channel = connector(self.host).start(argv)
+        self._channel = channel
+        try:
+            self._write(archive)
+        except OSError:
+            pass  # the connection failed; greet() says why
+        return channel
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _value: BaseException | None, _trace: TracebackType | None) -> None:
+        if kind is not None and issubclass(kind, (KeyboardInterrupt, Interrupted)):
+            self.cancel()
+        self.close()
+
+    def close(self) -> None:
+        """End the conversation; the agent sees the end of its input and leaves."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._channel.close()
+
+    def cancel(self) -> None:
+        """Ask the agent to stop what it does; it answers the request in hand and leaves."""
+        try:
+            with self._write_lock:
+                self._write(frames.encode({"op": "cancel"}))
+        except (OSError, ValueError):
+            pass
+
+    # the wire
+
+    def _write(self, data: bytes) -> None:
+        fd = self._channel.stdin_fd
+        if fd is not None:
+            frames.write_all(fd, data)
+            return
+        view = memoryview(data)
+        while view:
+            view = view[self._channel.stdin.write(view) or 0 :]
+
+    def _read_loop(self) -> None:
+        fd = self._channel.stdout_fd
+        raw: Callable[[memoryview], int] = (
+            frames.from_fd(fd) if fd is not None else lambda view: self._channel.stdout.readinto(view) or 0  # type: ignore[attr-defined]
+        )
+
+        def readinto(view: memoryview) -> int:
+            count = raw(view)
+            self._heard = time.monotonic()
+            return count
+
+        reader = frames.Reader(readinto)
+        try:
+            while True:
+                header, _size = reader.header()
+                if "objects" in header and self.sink is not None:
+                    self.sink.receive(reader, header)
+                elif "pong" in header:
+                    reader.take(0)
+                else:
+                    self._replies.put((header, reader.take()))
+        except (frames.Closed, OSError, ValueError) as error:
+            self._replies.put(error)
+        except frames.ProtocolError as error:
+            self._replies.put(error)
+
+    def _ping_loop(self) -> None:
+        data = frames.encode({"op": "ping"})
+        last = time.monotonic()
+        while not self._closed.wait(1.0):
+            if self._greeted and time.monotonic() - self._heard > SILENCE_SECONDS:
+                # Whatever waits on this channel wakes up with an error.
+                self._channel.close()
+                return
+            if time.monotonic() - last > PING_SECONDS and self._greeted and self._write_lock.acquire(timeout=0.1):
+                last = time.monotonic()
+                try:
+                    self._write(data)
+                except (OSError, ValueError):
+                    return
+                finally:
+                    self._write_lock.release()
+
+    def _next(self, timeout: float) -> tuple[dict[str, Any], bytes]:
+        try:
+            item = self._replies.get(timeout=timeout)
+        except queue.Empty:
+            raise HostUnreachable(f"`{self.host.name}` does not answer: nothing came for {timeout:.0f} s") from None
+        if isinstance(item, frames.ProtocolError):
+            raise IntegrityFailure(f"`{self.host.name}` sent something that is not ours: {item}") from item
+        if isinstance(item, Exception):
+            raise self._lost() from item
+        return item
+
+    def _lost(self) -> Exception:
+        if not self._greeted:
+            return self._channel.failure()
+        if time.monotonic() - self._heard > SILENCE_SECONDS:
+            return HostUnreachable(f"`{self.host.name}` went silent for {SILENCE_SECONDS:.0f} s", mend="run the same command again: it resumes")
+        tail = self._channel.stderr_tail()
+        causes = tuple(tail.splitlines()[-5:])
+        return HostUnreachable(f"the connection to `{self.host.name}` broke", mend="run the same command again: it resumes", causes=causes)
+
+    # requests
+
+    def greet(self) -> dict[str, Any]:
+        """Wait for the agent's first words; raise the connector's own explanation when none come."""
+        if not self._greeted:
+            header, _payload = self._next(HELLO_SECONDS)
+            for text in self._channel.notices():
+                self.emit(Note(self.host.name, text, "warn"))
+            self.hello = header.get("hello", {})
+            if self.hello.get("protocol") != PROTOCOL:
+                raise IntegrityFailure(f"`{self.host.name}` speaks another protocol: {header!r:.80}")
+            self._greeted = True
+            python, user = self.hello.get("python"), self.hello.get("user")
+            self.emit(Note(self.host.name, f"agent runs under python {python} as {user}", "debug"))
+        return self.hello
+
+    def ask(self, op: str, value: Any = None, *, patience: float = 600.0, **fields: Any) -> Reply:
+        """Send a request and return its answer; progress goes to `emit`.
+
+        Raises the DeployError that the agent names, HostUnreachable when the line breaks or nothing at all is heard for
+        `patience` seconds (pings do not count), IntegrityFailure when a payload is not what its digest says.
+        """
+        self.greet()
+        self._number += 1
+        number = self._number
+        extra, payload = frames.pack(value) if value is not None else ({}, b"")
+        self.emit(Note(self.host.name, f"ask {op} {fields}", "debug"))
+        self._send(frames.encode({"op": op, "id": number, **fields, **extra}, len(payload)) + payload)
+        while True:
+            header, body = self._next(patience)
+            if "progress" in header:
+                what, done, total, unit, item = header["progress"]
+                self.emit(Progress(self.host.name, what, done, total, unit, item))
+                continue
+            if not header.get("ok", True):
+                raise self._failure(header.get("error", {}))
+            if header.get("re") == number:
+                try:
+                    return Reply(header, frames.unpack(header, body) if "sha256" in header else None)
+                except frames.ProtocolError as error:
+                    raise IntegrityFailure(f"an answer of `{self.host.name}` was damaged: {error}") from error
+
+    def _send(self, data: bytes) -> None:
+        try:
+            with self._write_lock:
+                self._write(data)
+        except (OSError, ValueError) as error:
+            raise self._broken() from error
+
+    def _broken(self) -> Exception:
+        # The agent may have said why before it went.
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline:
+            try:
+                item = self._replies.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if isinstance(item, Exception):
+                break
+            if not item[0].get("ok", True):
+                return self._failure(item[0].get("error", {}))
+        return self._lost()
+
+    def _failure(self, error: dict[str, Any]) -> DeployError:
+        kind = BY_KIND.get(str(error.get("kind")), DeployError)
+        message = str(error.get("message", "the agent failed without a word"))
+        return kind(f"{self.host.name}: {message}", mend=error.get("mend") or None, causes=tuple(map(str, error.get("causes") or ())))
+
+    def send_objects(self, items: Sequence[tuple[str, int]], open_item: Callable[[Any], int], moved: Callable[[int], None]) -> list[str]:
+        """Stream objects to the agent; return the digests whose local file was too short (damaged store).
+
+        `open_item((digest, size))` returns a descriptor. `moved(bytes)` is called after each frame.
+        """
+        short: list[str] = []
+        batches: Iterable[list[tuple[str, int]]] = objects.batches(items)
+        for batch in batches:
+            if not self._replies.empty():
+                self._raise_pending()
+            try:
+                with self._write_lock:
+                    short += objects.send_batch(batch, {"op": "objects"}, open_item, self._write, self._channel.stdin_fd)
+            except (OSError, ValueError) as error:
+                raise self._broken() from error
+            moved(sum(item[1] for item in batch))
+        return short
+
+    def _raise_pending(self) -> None:
+        item = self._replies.get()
+        if isinstance(item, Exception):
+            raise self._lost() from item
+        if not item[0].get("ok", True):
+            raise self._failure(item[0].get("error", {}))

@@ -1,0 +1,361 @@
+"""The content-addressed store on this machine: objects named by their sha256, snapshots that reference only stored objects.
+
+Write order: bytes to a temporary file, hash, flush of the file system, rename to the digest, and the manifest last. A store is
+therefore right at every instant; `verify` finds what a disk did to it since.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ddtree_deploy import manifest as codec
+from ddtree_deploy.agent import durable
+from ddtree_deploy.agent.objects import Landing
+from ddtree_deploy.agent.walk import hash_fd
+from ddtree_deploy.errors import IntegrityFailure, IoProblem, Locked, NoSpace, UsageProblem
+from ddtree_deploy.events import Emit, Progress, ignore
+from ddtree_deploy.models import Manifest, SnapshotRef
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReport:
+    """What `cache verify` found: `bad` digests went to quarantine, `missing` are (snapshot, digest) pairs."""
+
+    objects: int
+    bytes: int
+    bad: tuple[str, ...]
+    missing: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What `cache prune` removed (or would remove)."""
+
+    snapshots: tuple[str, ...]
+    objects: int
+    bytes: int
+
+
+def home() -> Path:
+    """Return the directory that holds store and state: `DDTREE_HOME`, else the platform's data directory."""
+    configured = os.environ.get("DDTREE_HOME")
+    if configured:
+        return Path(configured).expanduser().absolute()
+    from platformdirs import user_data_path
+
+    return user_data_path("ddtree-deploy")
+
+
+class Store:
+    """Objects and snapshots below one directory; safe for several processes at once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.objects = root / "objects"
+        self.snapshots = root / "snapshots"
+        self.references = root / "refs"
+        self.quarantine = root / "quarantine"
+        self.temporary = root / "tmp"
+
+    @classmethod
+    def open(cls, at: Path | None = None) -> Store:
+        """Open the store, making it when it is not there. Raises IoProblem when it can not be written."""
+        store = cls((at or home()) / "store")
+        try:
+            for directory in (store.objects, store.snapshots, store.references, store.quarantine, store.temporary):
+                directory.mkdir(parents=True, exist_ok=True)
+            if not (store.root / "store.json").exists():
+                durable.write_json(os.fspath(store.root / "store.json"), {"format": 1, "id": uuid.uuid4().hex})
+        except OSError as error:
+            raise IoProblem(f"the store `{store.root}` can not be written: {error.strerror}", mend="set DDTREE_HOME to a writable directory") from error
+        form = (durable.read_json(os.fspath(store.root / "store.json")) or {}).get("format")
+        if form != 1:
+            raise IntegrityFailure(f"the store `{store.root}` has format {form!r}, this version reads 1")
+        return store
+
+    # objects
+
+    def path(self, digest: str) -> Path:
+        return self.objects / digest[:2] / digest
+
+    def digests(self) -> set[str]:
+        """Return the digests of all objects."""
+        found: set[str] = set()
+        for shard in os.scandir(self.objects):
+            if len(shard.name) == 2:
+                found.update(entry.name for entry in os.scandir(shard.path) if len(entry.name) == 64)
+        return found
+
+    def size(self) -> tuple[int, int]:
+        """Return the number of objects and their bytes."""
+        sizes = [entry.stat().st_size for shard in os.scandir(self.objects) for entry in os.scandir(shard.path)]
+        return len(sizes), sum(sizes)
+
+    def open_object(self, digest: str) -> int:
+        """Return a descriptor of an object. Raises IntegrityFailure when the store does not have it."""
+        try:
+            return os.open(self.path(digest), os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise IntegrityFailure(
+                f"object `{digest[:12]}` is missing from the store", mend="take the snapshot again while its host is reachable"
+            ) from None
+
+    def read(self, digest: str) -> bytes:
+        """Return an object's bytes after checking them; a bad one goes to quarantine and raises IntegrityFailure."""
+        import hashlib
+
+        with os.fdopen(self.open_object(digest), "rb") as file:
+            data = file.read()
+        if hashlib.sha256(data).hexdigest() != digest:
+            self._quarantine(digest)
+        return data
+
+    def check(self, digest: str) -> None:
+        """Hash one object; a bad one goes to quarantine and raises IntegrityFailure."""
+        fd = self.open_object(digest)
+        try:
+            actual, _size = hash_fd(fd, bytearray(1 << 20))
+        finally:
+            os.close(fd)
+        if actual != digest:
+            self._quarantine(digest)
+
+    def _quarantine(self, digest: str) -> None:
+        self.path(digest).rename(self.quarantine / f"{digest}.{time.time_ns()}")
+        raise IntegrityFailure(
+            f"object `{digest[:12]}` in the store was damaged and is in quarantine",
+            mend="take the snapshot again while its host is reachable: only what is missing is read",
+        )
+
+    @contextmanager
+    def ingest(self, expected: Mapping[str, int]) -> Iterator[Ingest]:
+        """Receive objects; they count from the end of the block on. When it raises, what arrived whole is kept all the same."""
+        batch = Ingest(self, expected)
+        try:
+            yield batch
+        finally:
+            try:
+                batch.commit()
+            finally:
+                batch.discard()
+
+    # snapshots
+
+    def add(self, manifest: Manifest, label: str, *, proof: Mapping[str, Any] | None = None) -> SnapshotRef:
+        """Record a snapshot whose objects are all stored; an equal one is found again, and gets the label."""
+        data = codec.encode(manifest)
+        name = codec.identity(data)
+        stored = self.digests()
+        missing = [entry.digest for entry in manifest.files if entry.kind == "f" and entry.digest not in stored]
+        if missing:
+            raise IntegrityFailure(f"{len(missing)} objects of the snapshot were not stored")
+        target = self.snapshots / f"{name}.json"
+        if not target.exists():
+            durable.write_file(os.fspath(target), data, 0o444)
+        ref = SnapshotRef(
+            id=name,
+            label=label,
+            host=manifest.host,
+            venv=manifest.venv,
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            files=len(manifest.files),
+            bytes=manifest.bytes,
+            patched=sum(entry.origin == "patched" for entry in manifest.files),
+        )
+        old = durable.read_json(os.fspath(self.references / f"{name}.json")) or {}
+        document = {**asdict(ref), "label": label or old.get("label", ""), "proof": dict(proof or old.get("proof", {}))}
+        durable.write_json(os.fspath(self.references / f"{name}.json"), document)
+        if label:
+            self._take_label_from_others(label, name)
+        return self.ref(name)
+
+    def _take_label_from_others(self, label: str, name: str) -> None:
+        for path in self.references.glob("*.json"):
+            document = durable.read_json(os.fspath(path))
+            if document and document.get("label") == label and path.stem != name:
+                durable.write_json(os.fspath(path), {**document, "label": ""})
+
+    def refs(self) -> list[SnapshotRef]:
+        """Return all snapshots, newest first."""
+        found = [self.ref(path.stem) for path in self.references.glob("*.json") if (self.snapshots / path.name).exists()]
+        return sorted(found, key=lambda ref: (ref.created, ref.id), reverse=True)
+
+    def ref(self, name: str) -> SnapshotRef:
+        document = durable.read_json(os.fspath(self.references / f"{name}.json"))
+        if document is None:
+            raise IntegrityFailure(f"snapshot `{name[:12]}` has no record in the store")
+        return SnapshotRef(**{field: document[field] for field in SnapshotRef.__dataclass_fields__ if field in document})
+
+    def proof(self, name: str) -> Mapping[str, Any]:
+        """Return what was proved on the source when the snapshot was taken (import results by module)."""
+        return dict((durable.read_json(os.fspath(self.references / f"{name}.json")) or {}).get("proof", {}))
+
+    def resolve(self, text: str | None) -> str:
+        """Return the id that a label, an id or a prefix of one means; None means the newest. Raises UsageProblem."""
+        refs = self.refs()
+        if not refs:
+            raise UsageProblem("the store has no snapshots", mend="take one: `ddtree-deploy snapshot HOST`")
+        if not text:
+            return refs[0].id
+        for ref in refs:
+            if text in (ref.label, ref.id):
+                return ref.id
+        matches = [ref.id for ref in refs if len(text) >= 4 and ref.id.startswith(text.lower())]
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise UsageProblem(f"`{text}` means {len(matches)} snapshots", mend="give more characters: " + ", ".join(m[:16] for m in matches[:5]))
+        import difflib
+
+        names = [ref.label for ref in refs if ref.label] + [ref.id[:12] for ref in refs]
+        near = difflib.get_close_matches(text, names, n=3, cutoff=0.5) or names[:3]
+        raise UsageProblem(f"there is no snapshot `{text}`", mend="snapshots here: " + ", ".join(f"`{name}`" for name in near))
+
+    def manifest(self, name: str) -> Manifest:
+        """Return a snapshot's manifest; raise IntegrityFailure when it is missing or is not what its name says."""
+        try:
+            data = (self.snapshots / f"{name}.json").read_bytes()
+        except FileNotFoundError:
+            raise IntegrityFailure(f"manifest `{name[:12]}` is missing from the store") from None
+        return codec.decode(data, expect=name)
+
+    def absent(self, manifest: Manifest) -> list[str]:
+        """Return the digests of a snapshot that the store does not have."""
+        stored = self.digests()
+        return sorted({entry.digest for entry in manifest.files if entry.kind == "f" and entry.digest not in stored})
+
+    def forget(self, name: str) -> None:
+        """Drop a snapshot; its objects go with the next prune."""
+        (self.references / f"{name}.json").unlink(missing_ok=True)
+        (self.snapshots / f"{name}.json").unlink(missing_ok=True)
+
+    # upkeep
+
+    def verify(self, emit: Emit = ignore) -> StoreReport:
+        """Hash every object; quarantine bad ones; name what snapshots lack."""
+        bad: list[str] = []
+        digests = sorted(self.digests())
+        total = sum(self.path(digest).stat().st_size for digest in digests)
+        done = 0
+        for digest in digests:
+            size = self.path(digest).stat().st_size
+            try:
+                self.check(digest)
+            except IntegrityFailure:
+                bad.append(digest)
+            done += size
+            emit(Progress("store", "verify", done, total, "bytes", digest[:12]))
+        missing: list[tuple[str, str]] = []
+        for ref in self.refs():
+            try:
+                missing += [(ref.id, digest) for digest in self.absent(self.manifest(ref.id))]
+            except IntegrityFailure:
+                missing.append((ref.id, "manifest"))
+        return StoreReport(len(digests), total, tuple(bad), tuple(missing))
+
+    def prune(self, keep: int | None = None, dry_run: bool = False) -> Pruned:
+        """Drop all but the newest `keep` unlabelled snapshots (None: keep all), then objects that no snapshot needs."""
+        with self.lock("cache prune"):
+            unlabelled = [ref for ref in self.refs() if not ref.label]
+            gone = [] if keep is None else [ref.id for ref in unlabelled[keep:]]
+            kept = [ref for ref in self.refs() if ref.id not in gone]
+            needed = {entry.digest for ref in kept for entry in self.manifest(ref.id).files if entry.kind == "f"}
+            spare = sorted(self.digests() - needed)
+            size = sum(self.path(digest).stat().st_size for digest in spare)
+            if not dry_run:
+                for name in gone:
+                    self.forget(name)
+                for digest in spare:
+                    self.path(digest).unlink(missing_ok=True)
+                for path in [*self.temporary.iterdir(), *self.quarantine.iterdir()]:
+                    path.unlink(missing_ok=True)
+            return Pruned(tuple(gone), len(spare), size)
+
+    @contextmanager
+    def lock(self, what: str, *, shared: bool = False, wait: float = 30.0) -> Iterator[None]:
+        """Hold the store: snapshots and pushes share it, pruning excludes them. Raises Locked after `wait` seconds."""
+        fd = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        deadline = time.monotonic() + wait
+        try:
+            while True:
+                try:
+                    fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise Locked(f"the store `{self.root}` is in use by another run, {what} waits for it", mend="run it again later") from None
+                    time.sleep(0.1)
+            yield
+        finally:
+            os.close(fd)
+
+    def stat_cache(self, key: str) -> Path:
+        """Return the file that remembers stat stamps of a host's venv."""
+        import hashlib
+
+        directory = self.root / "stamps"
+        directory.mkdir(exist_ok=True)
+        return directory / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+class Ingest:
+    """Objects on their way into the store."""
+
+    def __init__(self, store: Store, expected: Mapping[str, int]) -> None:
+        self.store = store
+        self.directory = store.temporary / f"in-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.directory.mkdir()
+        self.landing = Landing(os.fspath(self.directory), self._place, dict(expected))
+
+    def _place(self, digest: str, temporary: str) -> None:
+        os.chmod(temporary, 0o444)
+        os.rename(temporary, self.directory / digest)
+
+    @property
+    def bad(self) -> Iterable[str]:
+        return tuple(self.landing.bad)
+
+    def commit(self) -> None:
+        """Flush everything that arrived, then give it its name."""
+        if self.landing.error is not None:
+            error = self.landing.error
+            if error.errno in (28, 122):
+                raise NoSpace(f"no space left in the store `{self.store.root}`", mend="`ddtree-deploy cache prune`, or set DDTREE_HOME to a larger disk")
+            raise IoProblem(f"the store `{self.store.root}` can not be written: {error.strerror}")
+        names = [name for name in os.listdir(self.directory) if len(name) == 64]
+        if not names:
+            return
+        durable.sync_file_system(os.fspath(self.directory))
+        for shard in {name[:2] for name in names}:
+            (self.store.objects / shard).mkdir(exist_ok=True)
+        for name in names:
+            os.rename(self.directory / name, self.store.path(name))
+        durable.sync_file_system(os.fspath(self.store.objects))
+
+    def discard(self) -> None:
+        for name in os.listdir(self.directory):
+            os.unlink(self.directory / name)
+        self.directory.rmdir()
+
+
+def load_stamps(path: Path) -> dict[str, list[Any]]:
+    """Return `{path: [dev, ino, size, mtime_ns, ctime_ns, digest]}` of an earlier look, or nothing."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def save_stamps(path: Path, stamps: Mapping[str, list[Any]]) -> None:
+    """Remember stamps for the next look."""
+    durable.write_file(os.fspath(path), json.dumps(stamps, separators=(",", ":")).encode())

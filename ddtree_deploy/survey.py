@@ -1,0 +1,92 @@
+"""Look at a venv through its agent: walk it, and hash only the files that no earlier look can vouch for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddtree_deploy.events import Step
+from ddtree_deploy.hosts.base import Host
+from ddtree_deploy.manifest import python_facts
+from ddtree_deploy.models import Inventory
+from ddtree_deploy.origins import Classified, classify
+from ddtree_deploy.session import Session
+from ddtree_deploy.store import Store, load_stamps, save_stamps
+
+RACY_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """A venv as it is now. `fields` are the scan's plain answers, `scan` its lists; `digests` cover every regular file."""
+
+    fields: Mapping[str, Any]
+    scan: Mapping[str, Any]
+    digests: Mapping[str, str | None]
+    hashed: int
+    vouched: int
+
+    def classified(self) -> Classified:
+        return classify(self.scan, self.digests)
+
+
+def key(host: Host) -> str:
+    return f"{host.transport}:{host.via}:{host.address or host.name}:{host.venv}"
+
+
+def survey(session: Session, store: Store) -> Survey:
+    """Walk the host's venv and know the digest of each file: by the host's own index, by our stamps, else by reading it."""
+    host = session.host
+    session.emit(Step(host.name, "look at the venv"))
+    reply = session.ask("scan", venv=host.venv)
+    cache = store.stat_cache(key(host))
+    stamps = load_stamps(cache)
+    digests: dict[str, str | None] = {}
+    unknown: list[str] = []
+    size = 0
+    for path, kind, _mode, length, dev, ino, mtime, ctime, _target, known in reply.value["files"]:
+        if kind != "f":
+            continue
+        stamp = stamps.get(path)
+        if known:
+            digests[path] = known
+        elif stamp is not None and stamp[:5] == [dev, ino, length, mtime, ctime]:
+            digests[path] = stamp[5]
+        else:
+            unknown.append(path)
+            size += length
+    if unknown:
+        session.emit(Step(host.name, f"hash {len(unknown)} files"))
+        digests.update(session.ask("hash", unknown, venv=host.venv, total=size).value)
+        _remember(cache, reply.value["files"], digests, int(reply.fields["now_ns"]))
+    return Survey(reply.fields, reply.value, digests, len(unknown), len(digests) - len(unknown))
+
+
+def _remember(cache: Any, files: list[list[Any]], digests: Mapping[str, str | None], now_ns: int) -> None:
+    settled: dict[str, list[Any]] = {}
+    for path, kind, _mode, length, dev, ino, mtime, ctime, _target, _known in files:
+        digest = digests.get(path)
+        # git's racily-clean rule: a file touched just before we looked may change again within the same clock tick.
+        if kind == "f" and digest and max(mtime, ctime) < now_ns - RACY_NS:
+            settled[path] = [dev, ino, length, mtime, ctime, digest]
+    save_stamps(cache, settled)
+
+
+def inventory(host: Host, seen: Survey) -> Inventory:
+    """Return a survey of a target as the planner wants it."""
+    found = seen.classified()
+    space = seen.fields["space"]
+    return Inventory(
+        host=host.name,
+        venv=seen.fields["venv"],
+        site=seen.fields["site"],
+        python=python_facts(seen.scan["python"]),
+        generation=seen.fields["generation"],
+        fingerprint=seen.fields["fingerprint"],
+        distributions=found.distributions,
+        files=found.files,
+        free_bytes=space["free_bytes"],
+        free_inodes=space["free_inodes"],
+        facts={**seen.scan["facts"], "space": space, "writable": seen.fields["writable"]},
+    )

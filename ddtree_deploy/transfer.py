@@ -1,0 +1,385 @@
+"""Push: plan on the target as it is, send what is missing, prove the staged tree, switch, and confirm from a fresh connection."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ddtree_deploy.confirmation import confirm, outcome_after_loss
+from ddtree_deploy.errors import (
+    HostUnreachable,
+    Incompatible,
+    IntegrityFailure,
+    NoSpace,
+    ProofFailed,
+    RestoreUnconfirmed,
+    RevertedAfterFailure,
+    UsageProblem,
+)
+from ddtree_deploy.events import Emit, Note, Progress, Step, ignore
+from ddtree_deploy.hosts.base import Host
+from ddtree_deploy.models import STOCK, Inventory, Manifest, Plan, Proofs, Pushed, Use
+from ddtree_deploy.plan import make, probe_modules
+from ddtree_deploy.session import Session
+from ddtree_deploy.snapshot import import_proof
+from ddtree_deploy.store import Store
+from ddtree_deploy.survey import Survey, inventory, survey
+
+ROOTS = ("sglang", "torch", "triton", "sgl_kernel")
+
+
+@dataclass(frozen=True, slots=True)
+class PushOptions:
+    """What a user may ask of a push; times in seconds."""
+
+    only: tuple[str, ...] = ()
+    with_: tuple[str, ...] = ()
+    verify: bool = True
+    create: bool = False
+    base: str = ""
+    confirm_timeout: float = 30.0
+    rollback: bool = True
+    lock_wait: float = 0.0
+    accept_gap: bool = False
+    probe_timeout: float = 120.0
+    keep_generations: int = 3
+    roots: tuple[str, ...] = ROOTS
+
+
+def plan_push(host: Host, store: Store, snapshot_id: str, options: PushOptions, emit: Emit = ignore) -> Plan:
+    """Plan a push without changing anything: the agent is read-only."""
+    snapshot = _loaded(store, snapshot_id)
+    with Session(host, writable=False, emit=emit) as session:
+        return _plan(session, store, snapshot_id, snapshot, options)[0]
+
+
+def push(
+    host: Host,
+    store: Store,
+    snapshot_id: str,
+    options: PushOptions,
+    *,
+    approve: Callable[[Plan], bool],
+    emit: Emit = ignore,
+) -> Pushed:
+    """Push a snapshot to a host and return what the host's ledger says.
+
+    `approve(plan)` is asked once, before anything is written. Raises Incompatible, NoSpace, Locked, StalePlan, ProofFailed with the
+    live generation untouched; RevertedAfterFailure when the old one was restored; RestoreUnconfirmed when that is not known.
+    """
+    clock = _Clock()
+    with store.lock("push", shared=True), Session(host, writable=True, emit=emit) as session:
+        selected = [*options.only, *options.with_]
+        if not selected:
+            with clock("look"):
+                current = session.ask("scan", venv=host.venv, unless=[snapshot_id, selected]).fields if _there(session) else {}
+            if current.get("same"):
+                return _already(host, snapshot_id, current, clock)
+        snapshot = _loaded(store, snapshot_id)
+        if options.create and not _there(session):
+            _create(session, snapshot)
+        with clock("look"):
+            plan, seen, base = _plan(session, store, snapshot_id, snapshot, options)
+        if plan.empty and plan.base_generation is not None:
+            return _already(host, snapshot_id, seen.fields, clock)
+        _refuse_blocks(plan)
+        if not approve(plan):
+            raise UsageProblem("nothing was changed: the plan was not approved")
+        work = _Push(host, store, session, plan, options, clock, emit)
+        work.stage(seen, base)
+        work.prove(store.proof(snapshot_id))
+        tx, generation, previous = work.switch()
+        uses = tuple(use for use in plan.uses if use.how in ("maps", "exe"))
+    # The connection that switched is closed: only a fresh one proves that the host can still be reached.
+    with clock("confirm"):
+        confirm(host, tx, generation, previous, options.confirm_timeout, emit)
+    return Pushed(
+        host=host.name,
+        generation=generation,
+        previous=previous,
+        snapshot=snapshot_id,
+        changed_files=len(plan.changes),
+        sent_objects=work.sent_objects,
+        sent_bytes=work.sent_bytes,
+        seconds=clock.total(),
+        phases=dict(clock.phases),
+        verified=options.verify,
+        proofs=tuple(work.proofs),
+        in_use=uses,
+    )
+
+
+class _Clock:
+    """Where the seconds of a push went."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.phases: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[phase] = self.phases.get(phase, 0.0) + time.monotonic() - begun
+
+    def total(self) -> float:
+        return time.monotonic() - self.started
+
+
+def _there(session: Session) -> bool:
+    return bool(session.ask("look", venv=session.host.venv, ledger=0).fields["inspect"].get("exists"))
+
+
+def _loaded(store: Store, snapshot_id: str) -> Manifest:
+    manifest = store.manifest(snapshot_id)
+    absent = store.absent(manifest)
+    if absent:
+        raise IntegrityFailure(
+            f"snapshot `{snapshot_id[:12]}` is incomplete: {len(absent)} objects are missing from the store",
+            mend="take the snapshot again while its host is reachable: only what is missing is read",
+        )
+    return manifest
+
+
+def _already(host: Host, snapshot_id: str, fields: Mapping[str, Any], clock: _Clock) -> Pushed:
+    generation = fields["generation"]
+    return Pushed(host.name, generation, generation, snapshot_id, 0, 0, 0, clock.total(), dict(clock.phases), verified=True, already=True)
+
+
+def _create(session: Session, snapshot: Manifest) -> None:
+    minor = ".".join(snapshot.python.version.split(".")[:2])
+    session.emit(Step(session.host.name, f"make the venv with python {minor}"))
+    session.ask("create", venv=session.host.venv, minor=minor, candidates=[session.host.python] if session.host.python else [])
+
+
+def _plan(
+    session: Session, store: Store, snapshot_id: str, snapshot: Manifest, options: PushOptions
+) -> tuple[Plan, Survey, Survey | None]:
+    host = session.host
+    base: Survey | None = None
+    if options.base:
+        base = survey(replace_host(session, replace(host, venv=options.base)), store)
+    if not _there(session) and options.create:
+        target = _nothing_yet(host, snapshot)
+        return make(snapshot_id, snapshot, target, only=options.only), _EMPTY, base
+    seen = survey(session, store)
+    target = inventory(host, seen)
+    if base is not None and not target.files:
+        over = inventory(host, base)
+        target = replace(target, distributions=over.distributions, files=over.files)
+    uses = _uses(session, seen.fields["generation"])
+    return make(snapshot_id, snapshot, target, only=(*options.only, *options.with_) if options.only else (), uses=uses), seen, base
+
+
+def replace_host(session: Session, host: Host) -> Session:
+    """Return the same conversation, aimed at another venv of the host."""
+    import copy
+
+    other = copy.copy(session)
+    other.host = host
+    return other
+
+
+_EMPTY = Survey({}, {"files": [], "distributions": [], "pth": [], "torch": {}}, {}, 0, 0)
+
+
+def _nothing_yet(host: Host, snapshot: Manifest) -> Inventory:
+    return Inventory(host.name, host.venv, "", snapshot.python, None, "", (), (), 1 << 62, 1 << 62)
+
+
+def _uses(session: Session, live: int | None) -> tuple[Use, ...]:
+    rows = session.ask("users", venv=session.host.venv).value["users"]
+    return tuple(Use(row["pid"], row["command"], row["how"], live) for row in rows)
+
+
+def _refuse_blocks(plan: Plan) -> None:
+    for check in plan.blocks:
+        error = NoSpace if check.id == "K12-space" else Incompatible
+        raise error(
+            f"cannot push to `{plan.target}`: {check.text}",
+            mend=check.mend or None,
+            causes=tuple(f"{other.id}: {other.text}" for other in plan.blocks if other is not check),
+        )
+
+
+@dataclass
+class _Push:
+    """One push on its way: what the steps share."""
+
+    host: Host
+    store: Store
+    session: Session
+    plan: Plan
+    options: PushOptions
+    clock: _Clock
+    emit: Emit
+    sent_objects: int = 0
+    sent_bytes: int = 0
+    proofs: list[Proofs] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+
+    def ask(self, op: str, value: Any = None, **fields: Any) -> Any:
+        return self.session.ask(op, value, patience=3600.0, **fields)
+
+    def step(self, what: str) -> None:
+        self.emit(Step(self.host.name, what))
+
+    def stage(self, seen: Survey, base: Survey | None) -> None:
+        """Begin, send what is missing, build the tree."""
+        plan = self.plan
+        rows = [[e.path, e.kind, e.mode, e.size, e.digest] for e in plan.result.files]
+        result = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+        with self.clock("stage"):
+            begun = self.ask(
+                "begin", venv=self.host.venv, who=f"{getpass.getuser()}@{platform.node()}", what="push", snapshot=plan.snapshot,
+                lock_wait=self.options.lock_wait, keep_generations=self.options.keep_generations,
+            ).fields  # fmt: skip
+            if begun.get("recovered"):
+                self.emit(Note(self.host.name, begun["recovered"], "warn"))
+            info = {
+                "snapshot": plan.snapshot, "selected": list(plan.selected), "result": result, "files": len(rows),
+                "bytes": plan.result.bytes, "packages": [[d.name, d.shown_version] for d in plan.result.distributions],
+            }  # fmt: skip
+            value: dict[str, Any] = {"files": rows, "info": info, "vouch": _vouch(seen)}
+            if base is not None:
+                value["base"] = {"root": f"{base.fields['venv']}/{base.fields['site']}", "vouch": _vouch(base)}
+            need = [(digest, size) for digest, size in self.ask("stage", value, base=plan.base or seen.fields["fingerprint"]).value]
+        with self.clock("send"):
+            self._send(need)
+        with self.clock("stage"):
+            self.step("build the new generation")
+            self.changed = self.ask("build").value
+
+    def _send(self, need: Sequence[tuple[str, int]]) -> None:
+        total = sum(size for _digest, size in need)
+        done = 0
+
+        def moved(count: int) -> None:
+            nonlocal done
+            done += count
+            self.emit(Progress(self.host.name, "send", done, total))
+
+        todo = list(need)
+        for attempt in (1, 2):
+            if not todo:
+                return
+            self.step(f"send {len(todo)} objects")
+            self.session.send_objects(todo, lambda item: self.store.open_object(item[0]), moved)
+            fields = self.ask("received").fields
+            self.sent_objects, self.sent_bytes = fields["objects"], fields["bytes"]
+            bad = set(fields["bad"])
+            for digest in bad:
+                self.store.check(digest)  # a damaged object of ours ends here, by name
+            todo = [item for item in todo if item[0] in bad]
+            if todo and attempt == 1:
+                self.emit(Note(self.host.name, f"{len(todo)} objects were damaged on the way, sending them again", "warn"))
+        if todo:
+            raise IntegrityFailure(f"objects are damaged on the way to `{self.host.name}`", causes=tuple(digest for digest, _ in todo[:10]))
+
+    def prove(self, source: Mapping[str, Any]) -> None:
+        """Prove the staged tree before anything is switched. Raises ProofFailed."""
+        plan = self.plan
+        entries = {e.path: e for e in plan.result.files}
+        everything = plan.base_generation is None
+        sources = [p for p in (entries if everything else self.changed) if p.endswith(".py") and entries[p].kind == "f"]
+        with self.clock("prove"):
+            self.step(f"prove {len(entries)} files, {len(sources)} sources")
+            found = self.ask("prove", {"hash": True, "sources": sources}).value
+        modules = probe_modules(plan, self.options.roots)
+        with self.clock("imports"):
+            self.step(f"import {len(modules)} packages from the staged tree")
+            rows = self.ask("prove", {"modules": modules}, **self._probing()).value["imports"] if not found["bad"] else []
+            baseline = self._baseline(source, [row["module"] for row in rows if not row["ok"]])
+        # A stock file is what its publisher hashed: if that does not compile, no patch and no transfer broke it.
+        errors = tuple((path, text) for path, text in found["syntax_errors"] if entries[path].origin != STOCK)
+        proofs = Proofs(
+            where="staged",
+            hashed=found["hashed"],
+            vouched=found["vouched"],
+            bad_files=tuple(map(str, found["bad"])),
+            compiled=found["compiled"],
+            syntax_errors=errors,
+            imports=tuple(import_proof(row, row["module"] in baseline) for row in rows),
+        )
+        self.proofs.append(proofs)
+        if not proofs.ok:
+            self.ask("abort", everything=True)
+            raise ProofFailed(f"`{self.host.name}` keeps its generation: the staged tree is not proved", causes=failed_lines(proofs))
+        with self.clock("prove"):
+            self.ask("commit")
+
+    def _baseline(self, source: Mapping[str, Any], failed: Sequence[str]) -> set[str]:
+        """Return the failed modules that did not import before either: on the source host, or in the target's live tree."""
+        on_source = {row["module"]: row["ok"] for row in source.get("imports", [])}
+        known = {module for module in failed if on_source.get(module) is False}
+        foreign = [module for module in failed if module not in on_source]
+        if foreign and self.plan.base_generation is not None or foreign and self.plan.base:
+            rows = self.ask("probe", foreign, venv=self.host.venv, **self._probing()).value
+            known |= {row["module"] for row in rows if not row["ok"]}
+        return known
+
+    def _probing(self) -> dict[str, Any]:
+        return {"user": self.host.service_user, "env": dict(self.host.service_env), "timeout": self.options.probe_timeout}
+
+    def switch(self) -> tuple[str, int, int]:
+        """Switch and probe the live tree; return (transaction, generation, previous). Raises when the host went back."""
+        modules = probe_modules(self.plan, self.options.roots) if self.options.verify else []
+        budget = self.options.confirm_timeout + (self.options.probe_timeout * max(1, len(modules) / 2) if modules else 0)
+        with self.clock("switch"):
+            self.step("switch")
+            done = self.ask("switch", deadline=budget, accept_gap=self.options.accept_gap).fields
+        tx, generation, previous = done["tx"], done["generation"], done["previous"]
+        try:
+            with self.clock("imports"):
+                rows = self.ask("probe-live", modules, confirm_timeout=self.options.confirm_timeout, **self._probing()).value
+        except HostUnreachable as error:
+            raise outcome_after_loss(self.host, tx, budget, self.emit, error) from error
+        staged = {proof.module: proof for proof in self.proofs[-1].imports or ()}
+        proofs = Proofs(
+            where="live", imports=tuple(import_proof(row, row["module"] in staged and staged[row["module"]].baseline) for row in rows)
+        )
+        self.proofs.append(proofs)
+        if not proofs.ok and not self.options.rollback:
+            self.emit(Note(self.host.name, "a proof failed on the live tree, which stays because of --no-rollback", "warn"))
+        elif not proofs.ok:
+            self._revert(tx, previous, proofs)
+        return tx, generation, previous
+
+    def _revert(self, tx: str, previous: int, proofs: Proofs) -> None:
+        outcome = self.ask("revert", reason="a proof failed on the live tree").fields["outcome"]
+        if outcome == "reverted":
+            raise RevertedAfterFailure(
+                f"`{self.host.name}` is back at generation {previous}: a proof failed after the switch", causes=failed_lines(proofs)
+            )
+        raise RestoreUnconfirmed(f"a proof failed on `{self.host.name}`, and its ledger does not say that it went back", causes=failed_lines(proofs))
+
+
+def _vouch(seen: Survey) -> list[list[Any]]:
+    """Return the stamps and digests of the files that the host itself has no index of."""
+    return [
+        [path, dev, ino, size, mtime, ctime, seen.digests[path]]
+        for path, kind, _mode, size, dev, ino, mtime, ctime, _target, known in seen.scan["files"]
+        if kind == "f" and not known and seen.digests.get(path)
+    ]
+
+
+def failed_lines(proofs: Proofs) -> tuple[str, ...]:
+    """Return the failed proofs as lines for an error: the thing, what happened, the end of its traceback."""
+    lines = [f"hash: {name}" for name in proofs.bad_files]
+    lines += [f"syntax: {path}: {text}" for path, text in proofs.syntax_errors]
+    for proof in proofs.imports or ():
+        if not proof.ok and not proof.baseline:
+            lines.append(f"import {proof.module}: {proof.error or proof.signal}")
+            lines += [f"  {line}" for line in proof.traceback.splitlines()[-6:]]
+            lines += [f"  from another tree: {path}" for path in proof.foreign_libraries]
+    lines += [f"{check.id}: {check.text}" for check in proofs.extra if check.level == "block"]
+    return tuple(lines[:60])
