@@ -202,8 +202,13 @@ class Process:
                 out += [Miss(by, VERSION, f"{v} of {soname}") for v in versions if v not in provider.verdef]
         absent = {miss.item for miss in missing if miss.kind == LIBRARY}
         badly = {miss.item.split(" ")[0] for miss in out}
-        where = [*self.globals, *(other for other in scope if other not in self.globals)]
-        for symbol in item.undefined:
+        where = (*self.globals, *scope)
+        left = item.undefined
+        for other in where:
+            left = left - other.defines
+            if not left:
+                return out
+        for symbol in sorted(left):
             if any(other.offers(symbol) for other in where):
                 continue
             version = symbol.partition("@")[2]

@@ -17,10 +17,11 @@ COMMON = frozenset({"nvidia", "cuda", "lib", "lib64", "include", "bin", "share",
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """A distribution of the target whose files go, and why."""
+    """A distribution of the target whose files go, why, and which moved distribution (its key) makes it go."""
 
     dist: Dist
     why: str
+    by: str
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def compose(source: Site, target: Site, moved: Collection[str]) -> Composition:
     """
     coming = tuple(dist for dist in source.tree.dists if dist.key in moved)
     removed = tuple(
-        Removal(dist, why) for dist in target.tree.dists for why in [_displaced(dist, coming, target.tree)] if why
+        Removal(dist, *found) for dist in target.tree.dists for found in [_displaced(dist, coming, target.tree)] if found
     )
     gone = {id(item.dist) for item in removed}
     objects: dict[str, SharedObject] = {}
@@ -62,7 +63,7 @@ def compose(source: Site, target: Site, moved: Collection[str]) -> Composition:
     for path, item in source.tree.objects.items():
         owners = source.tree.owners.get(path, ())
         if any(dist.key in names for dist in owners) or (not owners and path.split("/")[0] in mine):
-            objects[path] = SharedObject(f"{target.tree.root}/{path}", item.raw)
+            objects[path] = item.moved_to(f"{target.tree.root}/{path}")
             origin[path] = SOURCE
     kept = tuple(dist for dist in target.tree.dists if id(dist) not in gone)
     torch = source.tree.torch if "torch" in names else {} if "torch" in {r.dist.key for r in removed} else target.tree.torch
@@ -71,18 +72,18 @@ def compose(source: Site, target: Site, moved: Collection[str]) -> Composition:
     return Composition(result, coming, removed, origin)
 
 
-def _displaced(dist: Dist, coming: tuple[Dist, ...], tree: Tree) -> str:
+def _displaced(dist: Dist, coming: tuple[Dist, ...], tree: Tree) -> tuple[str, str] | None:
     base = CUDA_SUFFIX.sub("", dist.key)
     for other in coming:
         if other.key == dist.key:
-            return f"replaced by {other.shown}"
+            return f"replaced by {other.shown}", other.key
         if base.startswith("nvidia-") and CUDA_SUFFIX.sub("", other.key) == base:
-            return f"the same library as {other.shown}, for another CUDA"
+            return f"the same library as {other.shown}, for another CUDA", other.key
     for other in coming:
         common = dist.owns & other.owns
         if common & tree.objects.keys() or (common and 2 * len(common) > len(dist.owns)):
-            return f"owns the same files as {other.shown}"
-    return ""
+            return f"owns the same files as {other.shown}", other.key
+    return None
 
 
 def _packages(tree: Tree, dists: list[Dist]) -> frozenset[str]:
@@ -90,8 +91,7 @@ def _packages(tree: Tree, dists: list[Dist]) -> frozenset[str]:
     names = {id(dist) for dist in dists}
     mine, others = set(), set()
     for dist in tree.dists:
-        tops = {path.split("/")[0] for path in dist.owns if "/" in path}
-        (mine if id(dist) in names else others).update(tops)
+        (mine if id(dist) in names else others).update(dist.tops)
     return frozenset(mine - others - COMMON)
 
 

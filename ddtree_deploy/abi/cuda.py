@@ -19,7 +19,7 @@ SONAME_MAJORS = {
 }
 RUNTIME = re.compile(r"libcudart(?:-[0-9a-f]+)?\.so\.(\d+)")
 # Same path, same soname, built for either: only RECORD or a build stamp tells.
-AMBIGUOUS = re.compile(r"lib(?:cudnn\w*|nccl|nvshmem_host|cusparseLt|cusparse|cufile)\.so\.\d+$")
+AMBIGUOUS = re.compile(r"lib(?:cudnn\w*|nccl|nvshmem_host|cusparseLt|cusparse|cufile|curand)\.so\.\d+$")
 OLD_LAYOUT = re.compile(r"(?:^|/)nvidia/(?!cu\d+/)[^/]+/lib/[^/]+$")
 
 # Minimum Linux driver for any 12.x or 13.x (minor version compatibility), and the driver that came with each toolkit.

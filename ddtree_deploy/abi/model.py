@@ -25,7 +25,7 @@ def unpack(names: Any) -> tuple[str, ...]:
     return tuple(names or ())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SharedObject:
     """What the loader reads from one ELF file (see `agent.elf.read` for the fields); `path` is absolute on its host."""
 
@@ -90,9 +90,18 @@ class SharedObject:
         return frozenset(out)
 
     @cached_property
-    def undefined(self) -> tuple[str, ...]:
+    def undefined(self) -> frozenset[str]:
         """Names that must be found at load time, `name` or `name@VERSION`; weak ones are not among them."""
-        return unpack(self.raw.get("undefined"))
+        return frozenset(unpack(self.raw.get("undefined")))
+
+    def moved_to(self, path: str) -> SharedObject:
+        """Return the same file at another path; what was decoded once is shared."""
+        known: dict[str, SharedObject] = self.__dict__.setdefault("_moved", {})
+        if path not in known:
+            other = SharedObject(path, self.raw)
+            other.__dict__.update(defines=self.defines, undefined=self.undefined, verdef=self.verdef)
+            known[path] = other
+        return known[path]
 
     def offers(self, symbol: str) -> bool:
         """Tell whether a reference to `symbol` can bind here (an unversioned library answers any version)."""
@@ -102,7 +111,7 @@ class SharedObject:
         return bool(at) and not self.verdef and name in self.defines
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dist:
     """An installed distribution as the tree shows it; `key` is its normalised name, `directory` its dist-info."""
 
@@ -126,7 +135,8 @@ class Dist:
 
     @property
     def shown(self) -> str:
-        return f"{self.name} {self.version}"
+        """Name and version, with the build that the code names where it is more precise (`torch 2.11.0+cu130`)."""
+        return f"{self.name} {self.raw.get('build') or self.version}"
 
     @property
     def requires(self) -> tuple[str, ...]:
@@ -137,13 +147,18 @@ class Dist:
         """Paths in its RECORD, relative to site-packages."""
         return frozenset(unpack(self.raw.get("owns")))
 
+    @cached_property
+    def tops(self) -> frozenset[str]:
+        """Top-level directories that it owns files in."""
+        return frozenset(path.split("/", 1)[0] for path in self.owns if "/" in path)
+
     def sample(self, kind: str) -> tuple[int, tuple[str, ...]]:
         """Return the number of files and examples for `missing` or `resized`."""
         value = self.raw.get(kind) or {}
         return int(value.get("count", 0)), tuple(value.get("examples", ()))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tree:
     """A site-packages: its ELF files by path relative to `root`, its distributions, and torch's preload list."""
 
@@ -196,7 +211,7 @@ class Gpu:
         return f"GPU {self.index} ({self.name}, sm_{self.cc[0]}{self.cc[1]})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HostFacts:
     """What the host offers beside files (see `agent.host_facts.host`); `raw` keeps all of it."""
 
@@ -234,7 +249,7 @@ class HostFacts:
         return tuple(out)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class System:
     """The libraries outside the tree: LD_LIBRARY_PATH in order, ld.so.cache by soname, and the facts by absolute path."""
 
@@ -245,7 +260,7 @@ class System:
     objects: Mapping[str, SharedObject] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Site:
     """One environment on one host: the tree, the host, the system's libraries."""
 
@@ -260,7 +275,11 @@ def load(facts: Json, name: str) -> Site:
     tree, system = facts.get("tree") or {}, facts.get("system") or {}
     root = tree.get("root", "/site-packages")
     objects = {path: SharedObject(f"{root}/{path}", raw) for path, raw in sorted((tree.get("files") or {}).items())}
-    dists = tuple(Dist(raw) for raw in tree.get("dists") or ())
+    build = (tree.get("torch") or {}).get("version") or ""
+    dists = tuple(
+        Dist({**raw, "build": build} if raw["name"] == "torch" and build.startswith(f"{raw.get('version')}+") else raw)
+        for raw in tree.get("dists") or ()
+    )
     outside = {path: SharedObject(path, raw) for path, raw in (system.get("files") or {}).items()}
     return Site(
         name,

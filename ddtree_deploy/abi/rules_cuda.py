@@ -35,7 +35,7 @@ def mixed(site: Site) -> dict[str, tuple[str, str]]:
         return out
     torch = f"torch {site.tree.torch_version}"
     for path, item in site.tree.objects.items():
-        if not re.search(r"(?:^|/)nvidia/", path):
+        if not path.startswith("nvidia/"):
             continue
         owners = site.tree.owners.get(path, ())
         majors = cuda.soname_majors(item.soname or item.name)

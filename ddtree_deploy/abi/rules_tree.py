@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -76,11 +77,11 @@ def incomplete(dist: Dist, where: str, level: str) -> Iterator[Evidence]:
         yield Evidence("K8", WARN, dist.key, f"{dist.shown} on {where} has no RECORD: its files can not be told from others'")
     count, examples = dist.sample("missing")
     if count:
-        library = ".so" in examples[0]
+        code = ".so" in examples[0] or examples[0].endswith(".py")
         text = f"{dist.shown} on {where} lacks {count} of its files, `{examples[0]}` first"
-        if library:
+        if ".so" in examples[0]:
             text += "; it may be loaded by name, which no link check sees"
-        yield Evidence("K8", level if library else WARN, dist.key, text, f"reinstall {dist.name} on {where}")
+        yield Evidence("K8", level if code else NOTE, dist.key, text, f"reinstall {dist.name} on {where}")
 
 
 # --- K9 -------------------------------------------------------------------------------------------------------------
@@ -108,21 +109,33 @@ def unmet(site: Site, dists: Mapping[str, Dist] | None = None) -> frozenset[Unme
         "platform_python_implementation": "CPython",
     }  # fmt: skip
     out = set()
-    for dist in installed.values():
-        for text in dist.requires:
-            try:
-                wanted = Requirement(text)
-                if wanted.marker is not None and not wanted.marker.evaluate(environment):
-                    continue
-            except (InvalidRequirement, ValueError, KeyError):
-                continue
-            key = str(canonicalize_name(wanted.name))
-            found = installed.get(key)
-            exact = any(spec.operator in ("==", "===") for spec in wanted.specifier)
+    todo = [(dist, "") for dist in installed.values()]
+    asked = set(todo)
+    for dist, extra in todo:  # grows: `cuda-toolkit[cublas]` asks for what cuda-toolkit requires under that extra
+        for wanted in _requirements(dist, {**environment, "extra": extra}):
+            found = installed.get(str(canonicalize_name(wanted.name)))
             if found is None or not _satisfies(found.version, wanted):
+                exact = any(spec.operator in ("==", "===") for spec in wanted.specifier)
                 shown = f"{wanted.name}{wanted.specifier}"
-                out.add(Unmet(dist.key, shown, key, found.version if found else "", exact))
+                out.add(Unmet(dist.key, shown, str(canonicalize_name(wanted.name)), found.version if found else "", exact))
+                continue
+            more = [(found, name) for name in wanted.extras if (found, name) not in asked]
+            asked.update(more)
+            todo += more
     return frozenset(out)
+
+
+_parse = lru_cache(maxsize=None)(Requirement)
+
+
+def _requirements(dist: Dist, environment: dict[str, str]) -> Iterator[Requirement]:
+    for text in dist.requires:
+        try:
+            wanted = _parse(text)
+            if wanted.marker is None or wanted.marker.evaluate(environment):
+                yield wanted
+        except (InvalidRequirement, ValueError, KeyError):
+            continue
 
 
 def _satisfies(version: str, wanted: Requirement) -> bool:

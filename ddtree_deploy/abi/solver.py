@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ddtree_deploy.abi.case import Case, make_case, plain
+from ddtree_deploy.abi.case import BLOCK, Case, make_case, plain
 from ddtree_deploy.abi.closure import LIBRARY, SYMBOL, Closure, Miss, closure
+from ddtree_deploy.abi.compose import CUDA_SUFFIX
 from ddtree_deploy.abi.model import Dist, Site
+from ddtree_deploy.abi.rules_cuda import mixed
 from ddtree_deploy.abi.rules_tree import new_unmet
 
 MAX_ROUNDS = 24
@@ -15,16 +17,16 @@ MAX_ROUNDS = 24
 
 @dataclass(frozen=True, slots=True, order=True)
 class Step:
-    """A distribution that must move too: because `asker` (already in the set, or touched by it) needs `what` of it."""
+    """A distribution that must move too, because of `asker`, which is in the set already; `why` is said of the asker."""
 
     name: str
     version: str
     asker: str
-    what: str
+    why: str
 
     @property
     def text(self) -> str:
-        return f"{self.name} {self.version} <- {self.asker} needs {self.what}"
+        return f"{self.name} {self.version} <- {self.asker} {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +77,12 @@ def solve(source: Site, target: Site, asked: Collection[str], before: Closure, n
     steps: dict[str, Step] = {}
     for _ in range(MAX_ROUNDS):
         case = make_case(source, target, start | steps.keys(), before, now)
-        forced = {step.name: step for step in _forced(case)[0] if step.name not in start and step.name not in steps}
-        if not forced:
+        before_round = len(steps)
+        for step in _forced(case)[0]:
+            if step.name not in start:
+                steps.setdefault(step.name, step)
+        if len(steps) == before_round:
             break
-        steps |= forced
     steps = _prune(source, target, start, steps, before, now)
     unsolved = _forced(make_case(source, target, start | steps.keys(), before, now))[1]
     return Solution(tuple(sorted(start)), tuple(steps.values()), unsolved)
@@ -90,7 +94,7 @@ def _prune(
     """Drop additions that later ones made superfluous; requirements of what stays are never superfluous."""
     whole = _forced(make_case(source, target, start | steps.keys(), before, now))[1]
     for name in reversed(list(steps)):
-        if steps[name].what.startswith("requirement"):
+        if steps[name].why.startswith("requires"):
             continue
         rest = {key: step for key, step in steps.items() if key != name}
         case = make_case(source, target, start | rest.keys(), before, now)
@@ -114,11 +118,18 @@ def _forced(case: Case) -> tuple[list[Step], tuple[str, ...]]:
         provider = _by_key(case.source, item.name)
         asker = _by_key(case.source, item.dist)
         if item.dist in moved and provider is not None and item.name not in moved:
-            steps.append(Step(provider.key, provider.version, item.dist, f"requirement {item.requirement}"))
+            steps.append(Step(provider.key, provider.version, item.dist, f"requires {item.requirement}"))
         elif item.dist not in moved and item.exact and asker is not None:
-            steps.append(Step(asker.key, asker.version, item.name, f"requirement {item.requirement} of {item.dist} replaced"))
+            steps.append(Step(asker.key, asker.version, item.name, f"changes, and {item.dist} requires {item.requirement}"))
         elif item.dist in moved or item.exact:
             unsolved.append(f"{item.dist} requires {item.requirement}, and {case.source.name} has nothing that satisfies it")
+    for path, (level, _text) in mixed(case.result).items():
+        # A library of the other CUDA that stayed: the source's build of the same library takes its place.
+        stays = case.composition.dist(path)
+        base = CUDA_SUFFIX.sub("", stays.key) if stays else ""
+        sibling = next((d for d in case.source.tree.dists if base and CUDA_SUFFIX.sub("", d.key) == base), None)
+        if level == BLOCK and not case.from_source(path) and stays is not None and sibling and sibling.key not in moved and "torch" in moved:
+            steps.append(Step(sibling.key, sibling.version, "torch", f"is CUDA {case.result.tree.cuda}, {stays.shown} is not"))
     return steps, tuple(dict.fromkeys(unsolved))
 
 
@@ -132,15 +143,17 @@ def _mend(case: Case, miss: Miss) -> Step | None:
         provider = case.owner_of(*found) if found else None
         if provider is None or provider.key in moved:
             return None
-        return Step(provider.key, provider.version, name, what)
+        return Step(provider.key, provider.version, name, f"needs {what}")
     # A file that stays lost something: the source's own build of its distribution goes along, if there is one.
     instead = _instead(case, asker, miss.by)
     if instead is None or instead.key in moved:
         return None
     lost = case.owner_of(*found) if found else None
-    cause = lost.key if lost is not None else name
-    because = next((dist.key for dist in case.composition.moved if lost is not None and dist.key == lost.key), cause)
-    return Step(instead.key, instead.version, because, f"{what} of {name}, which would be gone")
+    removal = next((item for item in case.composition.removed if item.dist is lost), None)
+    if removal is None:
+        return Step(instead.key, instead.version, name, f"would no longer find {what}")
+    replaced = f"replaces {removal.dist.shown}" if removal.by != removal.dist.key else f"replaces version {removal.dist.version}"
+    return Step(instead.key, instead.version, removal.by, f"{replaced}, which gives {name} {what}")
 
 
 def _instead(case: Case, dist: Dist | None, path: str) -> Dist | None:

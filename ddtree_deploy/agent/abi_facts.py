@@ -17,7 +17,7 @@ SCHEMA = 1
 EXAMPLES = 40
 EXTENSION = re.compile(r"\.(?:abi3|cpython-\d+[a-z]*(?:-[\w-]+)?)\.so$")
 # Libraries of CUDA 12 and of CUDA 13 that share path and soname; only their content tells which they are.
-STAMPED = ("libnccl.so.", "libnvshmem_host.so.", "libcusparseLt.so.", "libcudnn_graph.so.", "libcusparse.so.")
+STAMPED = ("libnccl.so.", "libnvshmem_host.so.", "libcusparseLt.so.", "libcudnn_graph.so.")
 
 
 def collect(root, python=None, env=None, sonames=(), home=None):
@@ -168,8 +168,8 @@ def _distributions(root, sizes):
 
 
 def _sample(paths):
-    """Keep shared objects first: they are what a verdict is made of."""
-    ordered = sorted(paths, key=lambda path: (".so" not in path, path))
+    """Keep shared objects first, then source: they are what a verdict is made of."""
+    ordered = sorted(paths, key=lambda path: (".so" not in path, not path.endswith(".py"), path))
     return {"count": len(paths), "examples": ordered[:EXAMPLES]}
 
 
