@@ -1,4 +1,7 @@
-"""From the drafter's hidden states to what a verify forward needs: fixed shapes, and nothing waits for the device."""
+"""From the drafter's hidden states to a tree per request, its mask and its walk: nothing here waits for the device.
+
+On CUDA each step is one or two fused launches; elsewhere the reference form of the core runs, with equal results.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddtree.layout import ancestor_mask_batch, flat_mask_index, tree_positions
-from ddtree.topk import TopK, merge_topk, topk_from_hidden
+from ddtree.kernels.round_triton import flat_mask_triton, greedy_walk_triton
+from ddtree.kernels.topk_triton import shard_topk_triton
+from ddtree.kernels.tree_triton import build_tree_triton
+from ddtree.layout import ancestor_mask_batch, flat_mask, tree_positions
+from ddtree.topk import TopK, merge_topk, shard_topk
 from ddtree.tree import TreeBatch, build_tree_batch
 from ddtree.walk import greedy_walk_batch
 
@@ -26,72 +32,75 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Hold the trees of one batch and their layout; valid until the next plan."""
+    """Hold the trees of one batch; valid until the next plan of the same width."""
 
     tokens: Tensor  # [bs, n] int64
     parents: Tensor  # [bs, n] int64
     n_valid: Tensor  # [bs] int64
     positions: Tensor  # [bs, n] int64
-    ancestors: Tensor  # [bs, n, n] bool
-    mask_index: Tensor  # [bs, n, n] int64, where `ancestors` goes in SGLang's flat mask
+    depth: int  # no tree is deeper
 
     @property
     def width(self) -> int:
         """Count the tokens of one request."""
         return self.tokens.shape[1]
 
-    def mask(self, seq_lens_sum: int) -> Tensor:
-        """Return SGLang's flat bool mask for prefixes that are `seq_lens_sum` tokens long together."""
-        bs, n = self.tokens.shape
-        flat = torch.ones(n * (seq_lens_sum + bs * n), dtype=torch.bool, device=self.tokens.device)
-        return flat.scatter_(0, self.mask_index.reshape(-1), self.ancestors.reshape(-1))
+    def mask(self, seq_lens: Tensor, seq_lens_sum: int) -> Tensor:
+        """Return SGLang's flat bool mask for prefixes of `seq_lens`, whose sum the host knows."""
+        if self.parents.is_cuda:
+            return flat_mask_triton(self.parents, seq_lens, seq_lens_sum, self.depth)
+        return flat_mask(ancestor_mask_batch(self.parents, self.depth), seq_lens, seq_lens_sum)
+
+    def walk(self, chosen: Tensor) -> Tensor:
+        """Walk each tree by the target's choices `[bs, n]`; returns `[bs, 2 * (depth + 1) + 1]`: path, tokens, length.
+
+        Packed, so that one copy brings a round's result to the host.
+        """
+        unused: Any = self.parents
+        trees = TreeBatch(self.tokens, self.parents, unused, unused, self.n_valid)
+        step = greedy_walk_triton if chosen.is_cuda else greedy_walk_batch
+        walks = step(trees, chosen, self.depth)
+        return torch.cat((walks.path, walks.tokens, walks.lengths[:, None]), dim=1)
+
+
+def make_trees(
+    hidden: Tensor, roots: Tensor, seq_lens: Tensor, head: Head, budget: int, topk: int
+) -> tuple[Tensor, ...]:
+    """Build the best tree of each request; returns the tensors of `Plan` in order.
+
+    `hidden` is `[bs, L, H]` for the drafted positions, `roots` `[bs]` the last verified tokens, `seq_lens` `[bs]`.
+    """
+    best = best_tokens(hidden, head, topk)
+    if hidden.is_cuda:
+        tree = build_tree_triton(best.logp, best.ids, budget, roots)
+    else:
+        tree = build_tree_batch(best.logp, best.ids, budget, root_tokens=roots)
+    return tree.tokens, tree.parents, tree.n_valid, tree_positions(tree.depths, seq_lens)
 
 
 def best_tokens(hidden: Tensor, head: Head, k: int) -> TopK:
-    """Return the k best tokens after each hidden state `[..., H]` with log-probabilities over the whole vocabulary.
+    """Return the k best tokens after each hidden state `[bs, L, H]` with log-probabilities over the whole vocabulary.
 
     Ranks exchange k values, k ids and one logsumexp per row, and merge them by a total order: no broadcast follows.
     """
-    shard = topk_from_hidden(hidden.to(head.weight.dtype), head.weight, k, id_offset=head.id_offset)
-    values, ids, lse = shard.values, shard.ids, shard.lse
-    if head.gather is None:
-        return merge_topk(values[None], ids[None], lse[None], k)
+    shape = hidden.shape[:2]
+    logits = hidden.to(head.weight.dtype).flatten(0, 1) @ head.weight.T
+    if logits.is_cuda:
+        shard = shard_topk_triton(logits, k, id_offset=head.id_offset, as_logp=head.gather is None)
+        if head.gather is None:
+            return TopK(shard.values.view(*shape, -1), shard.ids.view(*shape, -1))
+    else:
+        shard = shard_topk(logits, k, id_offset=head.id_offset)
     # One message: everything as 32-bit words.
-    words = torch.cat((values.view(torch.int32), ids.to(torch.int32), lse[..., None].view(torch.int32)), dim=-1)
-    words = head.gather(words.contiguous())
-    width = values.shape[-1]
-    return merge_topk(
+    width = shard.values.shape[1]
+    words = torch.cat(
+        (shard.values.view(torch.int32), shard.ids.to(torch.int32), shard.lse[:, None].view(torch.int32)), 1
+    )
+    words = words[None] if head.gather is None else head.gather(words.contiguous())
+    best = merge_topk(
         words[..., :width].contiguous().view(torch.float32),
         words[..., width : 2 * width].long(),
         words[..., 2 * width :].contiguous().view(torch.float64)[..., 0],
         k,
     )
-
-
-def make_plan(
-    hidden: Tensor, roots: Tensor, seq_lens: Tensor, head: Head, budget: int, topk: int
-) -> tuple[Tensor, ...]:
-    """Build the tree of each request and lay it out; returns the fields of `Plan` in order.
-
-    `hidden` is `[bs, L, H]` for the drafted positions, `roots` `[bs]` the last verified tokens, `seq_lens` `[bs]`.
-    """
-    best = best_tokens(hidden, head, topk)
-    tree = build_tree_batch(best.logp, best.ids, budget, root_tokens=roots)
-    return (
-        tree.tokens,
-        tree.parents,
-        tree.n_valid,
-        tree_positions(tree.depths, seq_lens),
-        ancestor_mask_batch(tree.parents, hidden.shape[1]),
-        flat_mask_index(seq_lens, budget + 1),
-    )
-
-
-def walk(tokens: Tensor, parents: Tensor, n_valid: Tensor, chosen: Tensor, depth: int) -> tuple[Tensor]:
-    """Walk each tree by the target's choices `[bs, n]`; returns `[bs, 2 * (depth + 1) + 1]`: path, tokens, length.
-
-    Packed, so that one copy brings a round's result to the host.
-    """
-    zeros: Any = parents
-    walks = greedy_walk_batch(TreeBatch(tokens, parents, zeros, zeros, n_valid), chosen, depth)
-    return (torch.cat((walks.path, walks.tokens, walks.lengths[:, None]), dim=1),)
+    return TopK(best.logp.view(*shape, -1), best.ids.view(*shape, -1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,20 +13,18 @@ Tensors = tuple[Tensor, ...]
 class Replay:
     """Run `function` on the leading rows of fixed buffers.
 
-    `examples` are its inputs at the largest size; each input and output has the batch as its first dimension, and
-    row i of the outputs must not depend on later rows. Batches above the largest captured size, and everything when `sizes`
+    `examples` are its inputs at the largest size; each input and output has the batch as its first dimension, and row
+    i of the outputs must not depend on later rows. Batches above the largest captured size, and everything when `sizes`
     is empty, run eagerly. Outputs are overwritten by the next call.
     """
 
-    def __init__(
-        self, function: Callable[..., Tensors], examples: Tensors, sizes: Sequence[int], pool: Any = None
-    ) -> None:
+    def __init__(self, function: Callable[..., Tensors], examples: Tensors, sizes: Sequence[int]) -> None:
         self.function = function
         self.sizes = sorted(sizes)
         self.buffers = examples
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensors]] = {}
         for size in reversed(self.sizes):
-            self.graphs[size] = self._capture(size, pool)
+            self.graphs[size] = self._capture(size)
 
     def __call__(self, *inputs: Tensor) -> Tensors:
         """Return the outputs for `inputs` of one batch size."""
@@ -41,7 +38,7 @@ class Replay:
         graph.replay()
         return tuple(output[:batch] for output in outputs)
 
-    def _capture(self, size: int, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensors]:
+    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, Tensors]:
         rows = tuple(buffer[:size] for buffer in self.buffers)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -51,6 +48,6 @@ class Replay:
             self.function(*rows)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph):
             outputs = self.function(*rows)
         return graph, outputs

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ddtree.layout import ancestor_mask, flat_mask_index, pad_tree
+from ddtree.layout import pad_tree
 from ddtree.tree import Tree
 from sglang_overlay.runtime.plan import Plan
 
@@ -70,7 +70,6 @@ def _plan(tokens: Sequence[int], width: int, lengths: Sequence[int], device: tor
     live = len(tokens)
     tree = Tree(tuple(tokens), PARENTS[:live], DEPTHS[:live], (0.0,) * live)
     padded = pad_tree(tree, width, device)
-    dead = Tree((0,) * width, (*PARENTS[:live], *([0] * (width - live))), (0,) * width, (0.0,) * width)
     bs = len(lengths)
     seq_lens = torch.tensor(lengths, dtype=torch.int64, device=device)
     return Plan(
@@ -78,8 +77,7 @@ def _plan(tokens: Sequence[int], width: int, lengths: Sequence[int], device: tor
         padded.parents.repeat(bs, 1),
         padded.n_valid.repeat(bs),
         padded.depths.repeat(bs, 1) + seq_lens[:, None],
-        ancestor_mask(dead).to(device).repeat(bs, 1, 1),
-        flat_mask_index(seq_lens, width),
+        max(DEPTHS),
     )
 
 

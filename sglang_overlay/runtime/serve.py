@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sglang_overlay.runtime.args import NAME, Rung, logger, narrow_draft_args, parse_rungs
 from sglang_overlay.runtime.built import EDITED_FILES, READ_FILES
-from sglang_overlay.runtime.plan import Head, Plan, make_plan, walk
+from sglang_overlay.runtime.plan import Head, Plan, make_trees
 from sglang_overlay.runtime.replay import Replay
 from sglang_overlay.runtime.requests import refusing
 from sglang_overlay.runtime.selftest import self_test
@@ -30,8 +30,7 @@ class Stage:
     rung: Rung
     backend: Any
     graphs: Any
-    plan: Replay
-    walk: Replay
+    trees: Replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +73,10 @@ def prepare_verify(worker: Any, batch: Any, draft_hidden: Tensor, _lm_head: Any)
     """Turn the drafted block `[bs, block, H]` into a tree and make the batch ready to verify it."""
     runtime: Runtime = worker.ddtree
     stage = runtime.stage(batch.batch_size())
-    plan = Plan(*stage.plan(draft_hidden[:, 1:], batch.spec_info.verified_id, batch.seq_lens))
+    tokens, parents, n_valid, positions = stage.trees(draft_hidden[:, 1:], batch.spec_info.verified_id, batch.seq_lens)
+    plan = Plan(tokens, parents, n_valid, positions, worker.block_size - 1)
     _enter(worker.model_runner, stage)
-    verify = _verify_input(plan, stage)
+    verify = _verify_input(plan)
     verify.prepare_for_verify(batch, worker.page_size)
     batch.forward_mode = _forward_mode("TARGET_VERIFY")
     batch.spec_info = verify
@@ -146,7 +146,7 @@ def refuse_requests() -> None:
 
 
 def output_head(runner: Any) -> Head:
-    """Return this rank's shard of the target's output head. Raises ValueError for one with extra vocabulary or a bias."""
+    """Return this rank's shard of the target's output head. Raises ValueError for one with added tokens or a bias."""
     from sglang.srt.distributed import get_tp_group
 
     head = getattr(runner.model, "lm_head", None)
@@ -176,22 +176,17 @@ def _stage(args: Any, runner: Any, rung: Rung, head: Head) -> Stage:
     block = args.speculative_dflash_block_size
     topk = min(args.speculative_ddtree_topk, rung.budget)
 
-    def plan(hidden: Tensor, roots: Tensor, seq_lens: Tensor) -> tuple[Tensor, ...]:
-        return make_plan(hidden, roots, seq_lens, head, rung.budget, topk)
+    def trees(hidden: Tensor, roots: Tensor, seq_lens: Tensor) -> tuple[Tensor, ...]:
+        return make_trees(hidden, roots, seq_lens, head, rung.budget, topk)
 
-    def walk_tree(tokens: Tensor, parents: Tensor, n_valid: Tensor, chosen: Tensor) -> tuple[Tensor]:
-        return walk(tokens, parents, n_valid, chosen, block - 1)
-
-    # With several ranks the plan talks between them; capturing that is left to SGLang's own graphs.
+    # Several ranks talk while they make trees; capturing that is left to SGLang's own graphs.
     most = max(sizes, default=1)
     with torch.inference_mode():
-        long = torch.zeros((most, rung.width), dtype=torch.int64, device=runner.device)
+        roots = torch.zeros(most, dtype=torch.int64, device=runner.device)
         hidden = torch.zeros((most, block - 1, head.weight.shape[1]), dtype=runner.dtype, device=runner.device)
         seq_lens = torch.ones(most, dtype=torch.int64, device=runner.device)
-        plan_replay = Replay(plan, (hidden, long[:, 0].clone(), seq_lens), sizes if head.gather is None else [])
-        parents, valid = long - 1, torch.ones_like(seq_lens)
-        walk_replay = Replay(walk_tree, (long, parents, valid, long.clone()), sizes)
-    return Stage(rung, backend, graphs, plan_replay, walk_replay)
+        replay = Replay(trees, (hidden, roots, seq_lens), sizes if head.gather is None else [])
+    return Stage(rung, backend, graphs, replay)
 
 
 def _target_for(args: Any, runner: Any, rung: Rung, sizes: Sequence[int]) -> tuple[Any, Any]:
@@ -220,14 +215,14 @@ def _enter(runner: Any, stage: Stage) -> None:
     runner.attn_backend, runner.graph_runner = stage.backend, stage.graphs
 
 
-def _verify_input(plan: Plan, stage: Stage) -> Any:
+def _verify_input(plan: Plan) -> Any:
     verify = verify_input_class()(
         draft_token=plan.tokens.reshape(-1),
         positions=plan.positions.reshape(-1),
         draft_token_num=plan.width,
         topk=2,
     )
-    verify.attach(plan, lambda *inputs: stage.walk(*inputs)[0])
+    verify.plan = plan
     return verify
 
 
@@ -268,8 +263,8 @@ def _borrowed(runner: Any, stage: Stage, graphs: Any, batch: int) -> Iterator[An
             tails.append(part[length:])
             at += length + n
         seq_lens = torch.tensor(lengths, dtype=torch.int64, device=runner.device)
-        info = _verify_input(plan, stage)
-        info.custom_mask = plan.mask(sum(lengths))
+        info = _verify_input(plan)
+        info.custom_mask = plan.mask(seq_lens, sum(lengths))
         forward = ForwardBatch(
             forward_mode=_forward_mode("TARGET_VERIFY"),
             batch_size=batch,

@@ -26,7 +26,7 @@ class Commit:
 def append_walks(reqs: list[Any], packed: list[list[int]], n: int) -> Commit:
     """Append each request's walk to its output, stopping where the request finishes, and split its slots.
 
-    `packed` rows are path, tokens, length as `walk` returns them. Node indices on a path ascend.
+    `packed` rows are path, tokens, length as `Plan.walk` returns them. Node indices on a path ascend.
     """
     lengths, last_tokens, keep, free = [], [], [], []
     for row, (req, walk) in enumerate(zip(reqs, packed, strict=True)):
@@ -96,20 +96,15 @@ def verify_input_class() -> Any:
     from sglang.srt.speculative.spec_utils import assign_req_to_token_pool_func
 
     class DDTreeVerifyInput(DFlashVerifyInput):  # type: ignore[misc]
-        """A verify input whose tokens form a tree; `attach` gives it the plan before use."""
+        """A verify input whose tokens form a tree; set its `plan` before use."""
 
         plan: Plan
-        walk: Any
-
-        def attach(self, plan: Plan, walk: Any) -> None:
-            """Set the plan, and the function that walks it: (tokens, parents, n_valid, chosen) -> packed walks."""
-            self.plan, self.walk = plan, walk
 
         def prepare_for_verify(self, batch: Any, page_size: int, *, build_custom_mask: bool = True) -> None:  # noqa: ARG002
             """Allocate the slots as DFLASH does, and attend along the tree."""
             super().prepare_for_verify(batch, page_size, build_custom_mask=False)
             if not batch.forward_mode.is_idle():
-                self.custom_mask = self.plan.mask(int(batch.seq_lens_sum))
+                self.custom_mask = self.plan.mask(batch.seq_lens, int(batch.seq_lens_sum))
 
         def verify(self, *, batch: Any, logits_output: Any, page_size: int) -> Any:  # noqa: ARG002
             """Walk the tree, append tokens, keep the path's slots and free the others.
@@ -119,8 +114,7 @@ def verify_input_class() -> Any:
             plan, reqs = self.plan, batch.reqs
             n = plan.width
             chosen = target_choices(logits_output.next_token_logits, plan, batch.sampling_info, reqs)
-            packed = self.walk(plan.tokens, plan.parents, plan.n_valid, chosen)
-            commit = append_walks(reqs, packed.tolist(), n)  # the round's one copy to the host
+            commit = append_walks(reqs, plan.walk(chosen).tolist(), n)  # the round's one copy to the host
             lengths, last_tokens, keep, free = to_device(commit, chosen.device)
 
             slots = batch.out_cache_loc
