@@ -34,6 +34,16 @@ def _stamp(info):
     return b"".join((value & 0xFFFFFFFF).to_bytes(4, "little") for value in (int(info.st_mtime), info.st_size))
 
 
+def shape(code):
+    """Return what of a code object comes from its source: names, constants, nesting.
+
+    Not the instructions: two patch releases of one Python compile a few sources in a thousand differently.
+    """
+    constants = tuple(shape(item) if isinstance(item, type(code)) else (type(item), item) for item in code.co_consts)
+    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_firstlineno)
+    return code.co_name, counts, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, constants
+
+
 def stale(path, code, source, info):
     """Tell whether an import of `path` would run a pyc whose code is not `code`."""
     try:
@@ -50,7 +60,7 @@ def stale(path, code, source, info):
     if not taken:
         return False
     try:
-        return marshal.loads(data[16:]) != code
+        return shape(marshal.loads(data[16:])) != shape(code)
     except (EOFError, ValueError, TypeError):
         return True
 
