@@ -35,7 +35,7 @@ def demo(
     """
     from ddtree_deploy.demo import run
 
-    run(ui, keep)
+    run(ui.say, keep)
 
 
 def doctor(

@@ -1,0 +1,258 @@
+"""Time a push side by side with scp -r, rsync -a, rsync -a --checksum and tar | ssh tar, between two namespaces with a real sshd.
+
+Run as root on a quiet machine: `python benchmarks/transfer.py --venv SRC [--rounds 3] [--mbit 1000] [--out FILE]`. SRC is a venv of
+real CUDA wheels; `--make SRC` installs one first (3 GB or more). Each first copy gets a fresh file system; rounds are interleaved;
+medians and ratios are printed as Markdown. CPU is the whole machine's, so nothing else may run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.harness.lab import Lab, lab_missing, two_hosts
+
+WHEELS = ("torch==2.14.1", "numpy", "transformers==5.6.0", "tokenizers", "safetensors", "sglang==0.5.11")
+FIVE = (
+    "spec_info.py", "dflash_info.py", "dflash_worker.py", "ddtree_utils.py", "server_args.py",
+)  # fmt: skip
+DDTREE = [sys.executable, "-m", "ddtree_deploy"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one run cost: wall seconds, CPU seconds of the whole machine, peak memory of controller and agent (MiB)."""
+
+    wall: float
+    cpu: float
+    controller_mib: float = 0.0
+    agent_mib: float = 0.0
+    proofs: float = 0.0
+    syntax: float = 0.0
+
+
+def busy_seconds() -> float:
+    fields = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+
+
+class Watch:
+    """Sample the peak resident memory of the controller and of the agent while a command runs."""
+
+    def __init__(self) -> None:
+        self.peak = {"controller": 0.0, "agent": 0.0}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, daemon=True)
+
+    def _loop(self) -> None:
+        while not self._stop.wait(0.05):
+            for status in Path("/proc").glob("[0-9]*/status"):
+                try:
+                    command = (status.parent / "cmdline").read_bytes()
+                    role = "agent" if b"ddtree-agent" in command and b"ssh" not in command[:40] else "controller" if b"ddtree_deploy" in command and b"-m" in command else ""
+                    if role:
+                        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+                        self.peak[role] = max(self.peak[role], int(line.split()[1]) / 1024)
+                except (OSError, StopIteration):
+                    continue
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def timed(lab: Lab, command: list[str] | str, env: dict[str, str] | None = None, *, may_fail: bool = False) -> Cost:
+    """Run a command in the controller's network and return what it cost."""
+    argv = ["sh", "-c", command] if isinstance(command, str) else command
+    os.sync()
+    with Watch() as watch:
+        before, begun = busy_seconds(), time.monotonic()
+        done = lab.run(argv, env=env)
+        wall, cpu = time.monotonic() - begun, busy_seconds() - before
+    if done.returncode and not may_fail:
+        raise SystemExit(f"{argv} failed with {done.returncode}:\n{done.stderr[-3000:]}{done.stdout[-2000:]}")
+    proofs = syntax = 0.0
+    if "--json" in argv:
+        result = json.loads(done.stdout.splitlines()[-1])
+        phases = _find(result, "phases") or {}
+        proofs, syntax = phases.get("imports", 0.0), phases.get("prove", 0.0)
+        print(f"      phases {({k: round(v, 2) for k, v in phases.items()})}", file=sys.stderr)
+    return Cost(wall, cpu, watch.peak["controller"], watch.peak["agent"], proofs, syntax)
+
+
+def _find(value: object, key: str) -> dict[str, float] | None:
+    if isinstance(value, dict):
+        if key in value:
+            return value[key]
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            found = _find(item, key)
+            if found is not None:
+                return found
+    return None
+
+
+class Bench:
+    def __init__(self, source: Path, mbit: int | None, home: Path) -> None:
+        self.site = next((source / "lib").glob("python3.*")) / "site-packages"
+        self.venv = source
+        self.mbit = mbit
+        self.env = {"DDTREE_HOME": str(home), "DDTREE_YES": "1"}
+
+    @contextmanager
+    def lab(self) -> Iterator[Lab]:
+        with two_hosts("ct200") as lab:
+            target = lab["ct200"]
+            target.run([sys.executable, "-m", "venv", "--without-pip", "/srv/venv"])
+            target.run(["mkdir", "-p", "/srv/copy"])
+            # Both page caches warm: the source is read once, fresh guest memory is touched once.
+            subprocess.run(["sh", "-c", f"cat {self.venv}/lib/python3.*/site-packages/*/*.py > /dev/null"], check=False)
+            lab.shape(self.mbit)
+            yield lab
+
+    def ssh(self, lab: Lab) -> str:
+        return f"ssh -F {lab.ssh_config} -o ControlMaster=no"
+
+    def push(self, lab: Lab) -> list[str]:
+        return [*DDTREE, "push", "ct200", "--venv", "/srv/venv", "-y", "--json"]
+
+    def first(self) -> dict[str, Callable[[Lab], list[str] | str]]:
+        return {
+            "scp -r": lambda lab: f"scp -q -r -F {lab.ssh_config} {self.site}/. ct200:/srv/copy/",
+            "rsync -a": lambda lab: f"rsync -a -e '{self.ssh(lab)}' {self.site}/ ct200:/srv/copy/",
+            "tar | ssh tar": lambda lab: f"tar -C {self.site} -cf - . | {self.ssh(lab)} ct200 'tar -C /srv/copy -xf -'",
+            "ddtree-deploy push": self.push,
+        }
+
+    def run_first(self, only: set[str]) -> dict[str, Cost]:
+        out = {}
+        for name, command in self.first().items():
+            if only and name not in only:
+                continue
+            with self.lab() as lab:
+                out[name] = timed(lab, command(lab), self.env)
+                print(f"   first: {name}: {out[name]}", file=sys.stderr)
+        return out
+
+    def run_again(self) -> dict[str, Cost]:
+        """Nothing changed, then five files changed, for each way, on one machine that has the tree by every way."""
+        out = {}
+        sources = self.site / "sglang/srt/speculative"
+        with self.lab() as lab:
+            lab.shape(None)
+            timed(lab, self.first()["rsync -a"](lab), self.env)
+            timed(lab, self.push(lab), self.env)
+            time.sleep(12)  # the host separates generations in the background, and stamps settle
+            lab.shape(self.mbit)
+            out["nothing: rsync -a"] = timed(lab, self.first()["rsync -a"](lab))
+            out["nothing: rsync -a --checksum"] = timed(lab, str(self.first()["rsync -a"](lab)).replace("rsync -a", "rsync -a --checksum"))
+            out["nothing: ddtree-deploy push"] = timed(lab, self.push(lab), self.env)
+            files = [sources / name for name in FIVE[:4]] + [self.site / "sglang/srt" / FIVE[4]]
+            originals = {path: path.read_bytes() if path.exists() else None for path in files}
+            try:
+                for path in files:
+                    path.write_bytes((originals[path] or b"") + f"\n# changed at {time.time()}\n".encode())
+                snapshot(self.venv, self.env)
+                scp = " && ".join(f"scp -q -F {lab.ssh_config} -o ControlMaster=no {p} ct200:/srv/copy/{p.relative_to(self.site)}" for p in files)
+                check = " ".join(f"/srv/copy/{path.relative_to(self.site)}" for path in files)
+                out["five: chained scp and py_compile"] = timed(lab, f"{scp} && {self.ssh(lab)} ct200 {sys.executable} -m py_compile {check}")
+                out["five: chained scp"] = timed(lab, scp)
+                for path in files:
+                    path.write_bytes(path.read_bytes() + b"# again\n")
+                snapshot(self.venv, self.env)
+                out["five: rsync -a"] = timed(lab, self.first()["rsync -a"](lab))
+                out["five: ddtree-deploy push"] = timed(lab, self.push(lab), self.env)
+            finally:
+                for path, data in originals.items():
+                    if data is None:
+                        path.unlink(missing_ok=True)
+                    else:
+                        path.write_bytes(data)
+        for name, cost in out.items():
+            print(f"   {name}: {cost}", file=sys.stderr)
+        return out
+
+
+def snapshot(venv: Path, env: dict[str, str]) -> None:
+    subprocess.run(
+        [*DDTREE, "snapshot", "local", "--venv", str(venv), "-q", "--no-probe"], env={**os.environ, **env}, check=True, stdout=subprocess.DEVNULL
+    )
+
+
+def table(rounds: list[dict[str, Cost]], base: str) -> list[str]:
+    """Return Markdown rows: median wall, ratio to `base` in the same round (median), CPU, memory."""
+    lines = ["| way | wall s | without import probes | without any proof | to " + base + " | CPU s | controller MiB | agent MiB |", "|---|---|---|---|---|---|---|---|"]
+    for name in rounds[0]:
+        costs = [r[name] for r in rounds]
+        bare = [c.wall - c.proofs - c.syntax for c in costs]
+        ratio = statistics.median(b / r[base].wall for b, r in zip(bare, rounds, strict=True))
+        mid = statistics.median
+        lines.append(
+            f"| {name} | {mid(c.wall for c in costs):.2f} | {mid(c.wall - c.proofs for c in costs):.2f} | {mid(bare):.2f} | {ratio:.2f} "
+            f"| {mid(c.cpu for c in costs):.1f} | {mid(c.controller_mib for c in costs):.0f} | {mid(c.agent_mib for c in costs):.0f} |"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--venv", type=Path, required=True)
+    parser.add_argument("--make", action="store_true", help="install the wheels into --venv first")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mbit", type=int, default=None)
+    parser.add_argument("--compress", action="store_true", help="store objects compressed too")
+    parser.add_argument("--cases", default="first,again")
+    parser.add_argument("--only", default="", help="comma-separated ways of the first copy")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if lab_missing():
+        raise SystemExit(lab_missing())
+    if arguments.make:
+        subprocess.run([sys.executable, "-m", "venv", str(arguments.venv)], check=True)
+        subprocess.run([str(arguments.venv / "bin/pip"), "install", "-q", *WHEELS[:1]], check=True)
+        subprocess.run([str(arguments.venv / "bin/pip"), "install", "-q", "--no-deps", *WHEELS[1:]], check=True)
+    home = Path(tempfile.mkdtemp(prefix="ddtree-bench-", dir="/var/tmp"))
+    try:
+        bench = Bench(arguments.venv, arguments.mbit, home)
+        snapshot(arguments.venv, bench.env)
+        if arguments.compress:
+            subprocess.run([*DDTREE, "cache", "compress"], env={**os.environ, **bench.env}, check=True)
+        lines: list[str] = []
+        if "first" in arguments.cases:
+            rounds = [bench.run_first(set(filter(None, arguments.only.split(",")))) for _ in range(arguments.rounds)]
+            lines += ["", f"First copy, {arguments.mbit or 'unshaped'}", "", *table(rounds, "rsync -a" if "rsync -a" in rounds[0] else next(iter(rounds[0])))]
+        if "again" in arguments.cases:
+            rounds = [bench.run_again() for _ in range(arguments.rounds)]
+            for case, base in (("nothing", "nothing: rsync -a"), ("five", "five: chained scp")):
+                part = [{k: v for k, v in r.items() if k.startswith(case)} for r in rounds]
+                lines += ["", f"{case}, {arguments.mbit or 'unshaped'}", "", *table(part, base)]
+        text = "\n".join(lines) + "\n"
+        print(text)
+        if arguments.out:
+            arguments.out.write_text(text)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
