@@ -1,0 +1,119 @@
+"""Prove what is live on a host, a level at a time. Changes nothing there: the agent is read-only, and no bytecode is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ddtree_deploy.errors import UsageProblem
+from ddtree_deploy.events import Emit, Note, Step, ignore
+from ddtree_deploy.hosts.base import Host
+from ddtree_deploy.models import STOCK, Proofs
+from ddtree_deploy.origins import Classified, classify
+from ddtree_deploy.session import Session
+from ddtree_deploy.snapshot import import_proof, modules_of
+from ddtree_deploy.store import Store
+
+DEFAULT_LEVELS = ("files", "syntax", "import")
+
+
+def verify(
+    host: Host,
+    store: Store | None,
+    *,
+    levels: Sequence[str] = DEFAULT_LEVELS,
+    deep: bool = False,
+    probe_timeout: float = 120.0,
+    emit: Emit = ignore,
+) -> Proofs:
+    """Prove the tree that is live on `host` and return what was found; failed proofs are in the result, not raised.
+
+    `store` knows which packages did not import on the source host either (None: every failure counts). With `deep` each
+    file is read again, whatever its stat says. `probe_timeout` is seconds for one import. Raises UsageProblem for an unknown
+    level, for a host without the venv, and for `files` alone where nothing was pushed.
+    """
+    for level in levels:
+        if level not in LEVELS:
+            raise UsageProblem(f"unknown level: `{level}`", mend=f"levels: {', '.join(LEVELS)}")
+    with Session(host, writable=False, emit=emit) as session:
+        reply = session.ask("scan", venv=host.venv)
+        if reply.fields["generation"] is None and "files" in levels and len(set(levels)) > 1:
+            emit(
+                Note(
+                    host.name,
+                    "no generation of ours is live there: files are not compared, only compiled and imported",
+                    "warn",
+                )
+            )
+            levels = [level for level in levels if level != "files"]
+        live = _Live(session, store, reply.fields, reply.value, deep, probe_timeout)
+        proofs = Proofs(where="live")
+        for level in LEVELS:
+            if level in levels:
+                proofs = LEVELS[level](live, proofs)
+        return proofs
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """The tree that is live, as the scan saw it, and how to ask about it."""
+
+    session: Session
+    store: Store | None
+    fields: Mapping[str, Any]
+    scan: Mapping[str, Any]
+    deep: bool
+    probe_timeout: float
+
+    def ask(self, op: str, value: Any = None, **fields: Any) -> Any:
+        return self.session.ask(op, value, venv=self.session.host.venv, **fields)
+
+    def step(self, what: str) -> None:
+        self.session.emit(Step(self.session.host.name, what))
+
+    def classified(self, digests: Mapping[str, str | None]) -> Classified:
+        """Return the distributions and files; origins hold for the paths in `digests` and for what the host vouches for."""
+        vouched = {row[0]: row[-1] or "" for row in self.scan["files"] if row[1] == "f"}
+        return classify(self.scan, {**vouched, **digests})
+
+    def failed_on_source(self) -> set[str]:
+        """Return the packages that did not import on the host that the snapshot is from."""
+        snapshot = (self.fields["info"] or {}).get("snapshot")
+        if self.store is None or not snapshot:
+            return set()
+        return {row["module"] for row in self.store.proof(snapshot).get("imports", []) if not row["ok"]}
+
+
+def _files(live: _Live, proofs: Proofs) -> Proofs:
+    live.step("compare every file with what was pushed" if not live.deep else "read every file again")
+    reply = live.ask("hashes", deep=live.deep)
+    return replace(proofs, hashed=reply.fields["hashed"], vouched=reply.fields["vouched"], bad_files=tuple(reply.value))
+
+
+def _syntax(live: _Live, proofs: Proofs) -> Proofs:
+    live.step("compile every source")
+    reply = live.ask("syntax")
+    errors = [(path, text) for path, text in reply.value]
+    if errors:
+        digests = live.ask("hash", [path for path, _text in errors]).value
+        origins = {entry.path: entry.origin for entry in live.classified(digests).files}
+        # A stock file is what its publisher hashed: if that does not compile, it never did, and nothing imports it.
+        errors = [pair for pair in errors if origins.get(pair[0]) != STOCK or pair[1].startswith("stale bytecode")]
+    return replace(proofs, compiled=reply.fields["compiled"], syntax_errors=tuple(errors))
+
+
+def _imports(live: _Live, proofs: Proofs) -> Proofs:
+    modules = modules_of(live.classified({}).distributions)
+    live.step(f"import {len(modules)} packages")
+    host = live.session.host
+    rows = live.ask(
+        "probe", modules, user=host.service_user, env=dict(host.service_env), timeout=live.probe_timeout
+    ).value
+    known = live.failed_on_source()
+    return replace(proofs, imports=tuple(import_proof(row, not row["ok"] and row["module"] in known) for row in rows))
+
+
+#: In the order in which they run: the cheapest evidence first. A level is a function that adds what it found to the proofs
+#: (the link closure and the GPU smoke test have their place in `Proofs.extra`).
+LEVELS: Mapping[str, Callable[[_Live, Proofs], Proofs]] = {"files": _files, "syntax": _syntax, "import": _imports}
