@@ -12,7 +12,7 @@ from ddtree_deploy.commands.run import command
 from ddtree_deploy.render.ui import Ui
 
 if TYPE_CHECKING:
-    from ddtree_deploy.transfer import RollbackPlan
+    from ddtree_deploy.generations import RollbackPlan
 
 PANEL = "Look and go back"
 
@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this family."""
     mode = app.rich_markup_mode
     command(app, "status", panel=PANEL, examples=("status ct200", "status ct200 --json"))(status)
-    command(app, "rollback", panel=PANEL, examples=(
+    command(app, "rollback", panel=PANEL, acts=True, examples=(
         "rollback ct200", "rollback ct200 5 -n", "rollback local --venv /root/venv -y",
     ))(rollback)  # fmt: skip
     generations = typer.Typer(
@@ -69,8 +69,8 @@ def status(
 
     The generation, files changed by hand since, unfinished work, the lock, and who uses it.
     """
+    from ddtree_deploy.generations import status as read
     from ddtree_deploy.render import views
-    from ddtree_deploy.transfer import status as read
 
     views.status(ui, read(flags.host(name, venv, transport, accept_new_host_key), ui.emit))
 
@@ -93,8 +93,8 @@ def rollback(
 
     Needs nothing from this machine but a connection.
     """
+    from ddtree_deploy.generations import rollback as run
     from ddtree_deploy.render import views
-    from ddtree_deploy.transfer import rollback as run
 
     def approve(plan: RollbackPlan) -> bool:
         return views.approve_rollback(ui, name, plan, yes)
@@ -113,10 +113,10 @@ def generations_ls(
     accept_new_host_key: flags.AcceptNewHostKey = False,
 ) -> None:
     """List the generations of a host, newest first."""
+    from ddtree_deploy.generations import generations
     from ddtree_deploy.render import views
-    from ddtree_deploy.transfer import generations
 
-    views.generations(ui, generations(flags.host(name, venv, transport, accept_new_host_key)))
+    views.generations(ui, generations(flags.host(name, venv, transport, accept_new_host_key), ui.emit))
 
 
 def generations_prune(
@@ -137,16 +137,16 @@ def generations_prune(
     """
     from ddtree_deploy.config import load
     from ddtree_deploy.errors import Interrupted
+    from ddtree_deploy.generations import prune_generations
     from ddtree_deploy.render.words import plural
-    from ddtree_deploy.transfer import prune_generations
 
     where = flags.host(name, venv, transport, accept_new_host_key)
     keep = keep or load().keep_generations
-    doomed = prune_generations(where, keep, True)
+    doomed = prune_generations(where, keep, True, ui.emit)
     if doomed and not dry_run:
         if not ui.confirm(f"delete {plural(len(doomed), 'generation')} on `{name}`?", yes):
             raise Interrupted("not confirmed, nothing was deleted")
-        doomed = prune_generations(where, keep, False)
+        doomed = prune_generations(where, keep, False, ui.emit)
     numbers = ", ".join(str(info) for info in doomed)
     ui.document("generations-prune", {"dry_run": dry_run, "generations": doomed})
     ui.data(f"{'would delete' if dry_run else 'deleted'} {numbers}" if doomed else "nothing to delete")
@@ -166,14 +166,16 @@ def generations_release(
     The live tree becomes its site-packages, the others are deleted.
     """
     from ddtree_deploy.errors import Interrupted
-    from ddtree_deploy.transfer import release
+    from ddtree_deploy.generations import release
 
     where = flags.host(name, venv, transport, accept_new_host_key)
-    if not dry_run and not ui.confirm(f"delete all generations of `{name}` but the live one?", yes):
-        raise Interrupted("not confirmed, nothing was changed")
-    release(where, dry_run)
-    ui.document("generations-release", {"dry_run": dry_run})
-    ui.data(f"{name}: {'would be' if dry_run else 'is'} an ordinary venv again")
+    live = release(where, True, ui.emit)
+    if not dry_run:
+        if not ui.confirm(f"delete all generations of `{name}` but {live}?", yes):
+            raise Interrupted("not confirmed, nothing was changed")
+        release(where, False, ui.emit)
+    ui.document("generations-release", {"dry_run": dry_run, "generation": live})
+    ui.data(f"{name}: {'would be' if dry_run else 'is'} an ordinary venv again, with what generation {live} holds")
 
 
 def lock_status(
@@ -184,10 +186,10 @@ def lock_status(
     accept_new_host_key: flags.AcceptNewHostKey = False,
 ) -> None:
     """Show who holds the lock of a host. The kernel frees it when that process dies: there is nothing to break."""
+    from ddtree_deploy.generations import lock_status as read
     from ddtree_deploy.render.views import holder
-    from ddtree_deploy.transfer import lock_status as read
 
-    lock = read(flags.host(name, venv, transport, accept_new_host_key))
+    lock = read(flags.host(name, venv, transport, accept_new_host_key), ui.emit)
     ui.document("lock", {"host": name, "held": lock is not None, "lock": lock})
     ui.data(f"{name}: locked by {holder(lock)}" if lock else f"{name}: not locked")
 
@@ -204,7 +206,7 @@ def audit(
 
     Who switched what, when, and how it ended.
     """
+    from ddtree_deploy.generations import audit as read
     from ddtree_deploy.render import views
-    from ddtree_deploy.transfer import audit as read
 
-    views.audit(ui, read(flags.host(name, venv, transport, accept_new_host_key), limit))
+    views.audit(ui, read(flags.host(name, venv, transport, accept_new_host_key), limit, ui.emit))

@@ -29,12 +29,12 @@ def register(app: typer.Typer) -> None:
         "diff ct200 --snapshot known-good --only sglang --files",
         "diff ct200 --exit-code -q || echo differs",
     ))(diff)  # fmt: skip
-    command(app, "push", panel=PANEL, examples=(
+    command(app, "push", panel=PANEL, acts=True, examples=(
         "push ct200 --verify",
         "push ct200 --snapshot known-good --only sglang --only sglang-kernel -n",
         "push local --venv /tmp/copy --create --base /root/venv -y",
     ))(push)  # fmt: skip
-    command(app, "verify", panel=PANEL, examples=(
+    command(app, "verify", panel=PANEL, acts=True, examples=(
         "verify ct200", "verify ct200 --level import", "verify local --venv /root/venv --deep --json",
     ))(verify)  # fmt: skip
 
@@ -52,12 +52,13 @@ def diff(
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 3 when something would change.")] = False,
 ) -> int:
     """Show what a push would change: packages, and files with --files."""
+    from ddtree_deploy.config import load
     from ddtree_deploy.render import plan_views
     from ddtree_deploy.store import Store
     from ddtree_deploy.transfer import PushOptions, plan_push
 
     store = Store.open()
-    options = PushOptions(only=tuple(only or ()), with_=tuple(with_ or ()))
+    options = PushOptions(only=tuple(only or ()), with_=tuple(with_ or ()), roots=load().roots)
     where = flags.host(name, venv, transport, accept_new_host_key)
     plan = plan_push(where, store, store.resolve(snapshot), options, ui.emit)
     plan_views.show(ui, plan, files)
@@ -133,7 +134,7 @@ def push(
     from ddtree_deploy.store import Store
     from ddtree_deploy.transfer import PushOptions, plan_push
 
-    store = Store.open()
+    config, store = load(), Store.open()
     identity = store.resolve(snapshot)
     options = PushOptions(
         only=tuple(only or ()),
@@ -141,11 +142,13 @@ def push(
         verify=verify,
         create=create,
         base=base,
-        confirm_timeout=confirm_timeout or load().confirm_timeout,
+        confirm_timeout=confirm_timeout or config.confirm_timeout,
         rollback=rollback,
         lock_wait=lock_wait,
         accept_gap=accept_gap,
         probe_timeout=probe_timeout,
+        keep_generations=config.keep_generations,
+        roots=config.roots,
     )
     hosts = [flags.host(name, venv, transport, accept_new_host_key) for name in dict.fromkeys(names or [""])]
     if dry_run:

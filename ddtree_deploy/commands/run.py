@@ -113,9 +113,12 @@ def guard(ui: Ui, work: Callable[[], int | None]) -> int:
 
 
 def command(
-    app: typer.Typer, name: str, *, examples: tuple[str, ...], panel: str | None = None
+    app: typer.Typer, name: str, *, examples: tuple[str, ...], panel: str | None = None, acts: bool = False
 ) -> Callable[[Callable[..., int | None]], Callable[..., int | None]]:
-    """Register a function `f(ui, ...)` as a command with the common flags, and its examples under `--help`."""
+    """Register a function `f(ui, ...)` as a command with the common flags, and its examples under `--help`.
+
+    `acts` says that `--json` prints lines as the work goes on, and not one document.
+    """
     # The plain help would otherwise reflow the examples (`\b` is its mark for "as it is").
     mark = "" if app.rich_markup_mode else "\b\n"
     epilog = mark + "Examples:\n" + "\n".join(f"  ddtree-deploy {example}" for example in examples)
@@ -126,6 +129,7 @@ def command(
         @functools.wraps(function)
         def run(**values: Any) -> None:
             ui = _common(**{key: values.pop(key) for key in COMMON})
+            ui.acts = acts
             raise typer.Exit(guard(ui, lambda: function(ui, **values)))
 
         # All that typer needs is in the signature; what it would evaluate once more costs 30 ms at every start.

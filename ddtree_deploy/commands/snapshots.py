@@ -15,7 +15,7 @@ PANEL = "Snapshots"
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this family."""
-    command(app, "snapshot", panel=PANEL, examples=(
+    command(app, "snapshot", panel=PANEL, acts=True, examples=(
         "snapshot ct129",
         "snapshot ct129 --label known-good --only sglang --only sglang-kernel",
         'push ct200 --snapshot "$(ddtree-deploy snapshot -q ct129)"',

@@ -25,12 +25,23 @@ STYLES = {"error": "bold red", "hint": "cyan", "warning": "yellow"}
 
 
 class Ui:
-    """How one run talks: `json`, `quiet`, `verbose` (0-2), `color` (auto, always, never), `progress`."""
+    """How one run talks: `json`, `quiet`, `verbose` (0-2), `color` (auto, always, never), `progress`.
+
+    With `json` a command that reads prints one document; one that acts (`acts`) prints a line an event and a last line
+    of type `result` or `error`.
+    """
 
     def __init__(
-        self, *, json: bool = False, quiet: bool = False, verbose: int = 0, color: str = "auto", progress: bool = True
+        self,
+        *,
+        json: bool = False,
+        quiet: bool = False,
+        verbose: int = 0,
+        color: str = "auto",
+        progress: bool = True,
     ) -> None:
         self.json = json
+        self.acts = False
         self.quiet = quiet
         self.verbose = verbose
         self.color = color
@@ -107,8 +118,8 @@ class Ui:
             self._write(sys.stdout, json.dumps(as_json.document(kind, value), indent=2, ensure_ascii=False))
 
     def json_line(self, value: Mapping[str, Any]) -> None:
-        """Print one JSON line; only with `--json`."""
-        if self.json:
+        """Print one JSON line; only with `--json`, and only for a command that acts."""
+        if self.json and self.acts:
             self._write(sys.stdout, json.dumps(value, ensure_ascii=False))
 
     def result(self, **fields: Any) -> None:
@@ -139,7 +150,8 @@ class Ui:
             self.log.write("error", error=problem.kind, message=problem.message, causes=problem.causes, code=code)
         for line in error_lines(problem, self.log.path):
             self._write(sys.stderr, line, STYLES.get(line.partition(":")[0], ""))
-        self.json_line(as_json.error(problem, code, self.log.path))
+        if self.json:
+            self._write(sys.stdout, json.dumps(as_json.error(problem, code, self.log.path), ensure_ascii=False))
 
     def emit(self, event: Event) -> None:
         """Show an event of the work: a bar, a line, or a JSON line; always a line of the log."""

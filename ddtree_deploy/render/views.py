@@ -16,6 +16,7 @@ from ddtree_deploy.render.words import generation, plural, push_line, rollback_l
 
 if TYPE_CHECKING:
     from ddtree_deploy.config import Config
+    from ddtree_deploy.generations import RollbackPlan
     from ddtree_deploy.models import Check, GenerationInfo, Manifest, Pushed, RolledBack, SnapshotRef, Status, Taken
     from ddtree_deploy.render.ui import Ui
 
@@ -149,13 +150,14 @@ def pushed(ui: Ui, pushed: Pushed) -> None:
     ui.data(str(pushed.generation) if ui.quiet else push_line(pushed))
 
 
-def approve_rollback(ui: Ui, name: str, plan: Any, yes: bool) -> bool:
+def approve_rollback(ui: Ui, name: str, plan: RollbackPlan, yes: bool) -> bool:
     """Tell what a rollback will do; ask only when processes run from the live tree."""
     ui.json_line({"type": "plan", **as_json.fields(plan)})
-    uses = getattr(plan, "uses", ())
-    for line in use_lines(uses):
+    for line in use_lines(plan.uses):
         ui.say(f"{name}: {line}", "yellow")
-    return not uses or ui.confirm(f"processes on `{name}` run from the live generation; switch it under them?", yes)
+    return not plan.uses or ui.confirm(
+        f"processes on `{name}` run from the live generation; switch it under them?", yes
+    )
 
 
 def rolled_back(ui: Ui, back: RolledBack, dry_run: bool) -> None:
@@ -258,7 +260,9 @@ def status(ui: Ui, status: Status) -> None:
     ui.data(f"lock      {'held by ' + holder(status.lock) if status.lock else 'free'}")
     for line in use_lines(status.uses) or ["not in use by a process"]:
         ui.data(f"process   {line}")
-    for name, version in status.packages:
+    if status.packages and not ui.verbose:
+        ui.data(f"packages  {len(status.packages)} (-v lists them)")
+    for name, version in status.packages if ui.verbose else ():
         ui.data(f"package   {name} {version}")
 
 
@@ -268,10 +272,12 @@ def audit(ui: Ui, lines: Sequence[Mapping[str, Any]]) -> None:
     if not lines:
         ui.say("the ledger is empty: nothing was pushed there yet")
     for line in lines:
-        rest = "  ".join(
-            f"{key}={value}" for key, value in line.items() if key not in ("time", "event") and value not in ("", None)
-        )
-        ui.data(f"{line.get('time', '')}  {line.get('event', '')}  {rest}".rstrip())
+        rest = [
+            f"{key}={short(str(value)) if key == 'snapshot' else value}"
+            for key, value in line.items()
+            if key not in ("time", "event") and value not in ("", None)
+        ]
+        ui.data("  ".join([str(line.get("time", "")), str(line.get("event", "")), *rest]))
 
 
 def hosts(ui: Ui, config: Config, names: Mapping[str, str]) -> None:

@@ -42,10 +42,8 @@ def short(identity: str) -> str:
 
 
 def generation(number: int | None) -> str:
-    """Name a generation: 0 is the tree that was there before the first push."""
-    if number is None:
-        return "none"
-    return "0, as found" if number == 0 else str(number)
+    """Name a generation; a venv that had none yet has `none`."""
+    return "none" if number is None else str(number)
 
 
 def push_line(pushed: Pushed) -> str:

@@ -1,0 +1,174 @@
+"""The main job through the command line, over the local host: what it prints, how it exits, what is on the disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import run, settled
+from tests.venvs import site_packages, tree
+
+
+def python(venv: Path, code: str) -> str:
+    done = subprocess.run([venv / "bin/python", "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def snapshot(source: Path) -> str:
+    ran = run("snapshot", "-q", "local", "--venv", str(source), "--label", "good")
+    assert (ran.code, ran.err) == (0, "")
+    return ran.out.strip()
+
+
+def test_snapshot_q_prints_the_identity_and_nothing_else(snapshot: str) -> None:
+    assert len(snapshot) == 64 and set(snapshot) <= set("0123456789abcdef")
+
+
+def test_snapshot_names_the_file_that_was_patched_by_hand(source: Path) -> None:
+    ran = run("snapshot", "local", "--venv", str(source))
+    assert "patched engine/flags.py" in ran.err
+    shown = run("show")
+    assert "engine   0.5.11" in shown.out and "patched engine/flags.py" in shown.out
+
+
+def test_a_second_snapshot_stores_and_reads_nothing(source: Path, snapshot: str) -> None:
+    again = run("snapshot", "local", "--venv", str(source), "--json")
+    result = again.lines[-1]
+    assert result["type"] == "result" and result["snapshot"]["id"] == snapshot
+    assert (result["new_objects"], result["hashed_files"]) == (0, 0)
+
+
+def test_the_four_commands_of_the_readme(source: Path, target: Path, snapshot: str) -> None:
+    before = tree(site_packages(target))
+    pushed = run("push", "local", "--snapshot", snapshot, "--venv", str(target), "-y", "--verify")
+    assert pushed.code == 0, pushed.err
+    assert settled(pushed.out).startswith("local: generation 1 active (was 0) — snapshot ID, ")
+    assert pushed.out.rstrip().endswith("verified") and pushed.out.count("\n") == 1
+    live = site_packages(target)
+    assert python(target, "import engine.flags as f; print(f.PATCHED)") == "True"
+    assert (live / "engine/flags.py").read_bytes() == (site_packages(source) / "engine/flags.py").read_bytes()
+    assert not (live / "engine/stale.py").exists() and (live / "own/__init__.py").exists()
+    proved = run("verify", "local", "--venv", str(target), "--json")
+    assert proved.code == 0 and [line["type"] for line in proved.lines if line["type"] != "step"][-1] == "result"
+    back = run("rollback", "local", "--venv", str(target), "-y")
+    assert (back.code, back.out) == (0, "local: generation 0 active (was 1), verified\n")
+    assert {name: what for name, what in tree(site_packages(target)).items() if "__pycache__" not in name} == before
+
+
+def test_a_second_push_is_quiet_and_changes_nothing(target: Path, snapshot: str) -> None:
+    run("push", "local", "--venv", str(target))
+    again = run("push", "local", "--venv", str(target))
+    assert again.code == 0
+    assert settled(again.out) == "local: already up to date — generation 1, snapshot ID\n"
+    listed = run("generations", "local", "--venv", str(target), "--json").json["generations"]
+    assert [row["number"] for row in listed] == [1, 0]
+
+
+def test_diff_prints_packages_first_and_files_when_asked(target: Path, snapshot: str) -> None:
+    ran = run("diff", "local", "--venv", str(target), "--files")
+    assert ran.code == 0
+    lines = ran.out.splitlines()
+    assert lines[0].startswith("local: ") and lines[0].endswith("onto an ordinary venv")
+    assert lines[1].split() == ["package", "now", "becomes", "files", "size", "why"]
+    assert lines[2].split()[:4] == ["~", "engine", "0.5.9", "0.5.11"]
+    assert lines[3].split()[:4] == ["+", "kernel", "—", "2.0"]
+    assert "- engine/stale.py" in lines and "+ engine/flags.py  (patched)" in lines
+    assert not any(char in ran.out for char in "│─╭┃━")
+
+
+def test_diff_exit_code_tells_a_difference_from_none(target: Path, snapshot: str) -> None:
+    argv = ("diff", "local", "--venv", str(target), "--exit-code", "-q")
+    assert run(*argv).code == 3
+    run("push", "local", "--venv", str(target))
+    assert run(*argv).code == 0
+
+
+def test_dry_runs_write_nothing(target: Path, snapshot: str, tmp_path: Path) -> None:
+    store = Path(run("cache", "dir").out.strip())
+
+    def state() -> list[dict[str, str]]:
+        # Beside these the store has its lock and what it remembers of a host's inodes; neither is content.
+        return [tree(target), *(tree(store / name) for name in ("objects", "snapshots", "refs", "quarantine"))]
+
+    before = state()
+    where = ("local", "--venv", str(target))
+    assert run("push", *where, "-n").code == 0
+    assert run("diff", *where).code == 0
+    assert run("cache", "prune", "--keep", "1", "-n").code == 0
+    assert state() == before
+    run("push", *where)
+    before = state()
+    assert run("rollback", *where, "-n").code == 0
+    assert run("generations", "prune", *where, "--keep", "1", "-n").code == 0
+    assert run("generations", "release", *where, "-n").code == 0
+    assert state() == before
+
+
+def test_status_shows_what_was_changed_by_hand_since(target: Path, snapshot: str) -> None:
+    where = ("local", "--venv", str(target))
+    run("push", *where)
+    assert run("status", *where, "--json").json["drift"] == 0
+    site = site_packages(target)
+    (site / "engine/__init__.py").write_text("print('by hand')\n")
+    (site / "kernel/__init__.py").unlink()
+    (site / "extra.py").write_text("")
+    ran = run("status", *where)
+    assert "drift     3 files by hand since" in ran.out
+    for line in ("  ~ engine/__init__.py", "  + extra.py", "  - kernel/__init__.py"):
+        assert line in ran.out.splitlines()
+    assert run("verify", *where, "--level", "files").code == 14
+
+
+def test_push_json_ends_with_a_result_line(target: Path, snapshot: str) -> None:
+    ran = run("push", "local", "--venv", str(target), "--json")
+    kinds = [line["type"] for line in ran.lines]
+    assert kinds[-1] == "result" and {"step", "plan", "proofs", "pushed"} <= set(kinds)
+    assert ran.lines[-1]["code"] == 0 and ran.lines[-1]["schema"] == 1
+    assert ran.lines[-1]["pushed"][0]["generation"] == 1
+    assert ran.err == ""
+
+
+def test_a_broken_snapshot_is_refused_and_the_old_generation_stays_live(
+    source: Path, target: Path, snapshot: str
+) -> None:
+    where = ("local", "--venv", str(target))
+    run("push", *where)
+    (site_packages(source) / "kernel/__init__.py").write_text("def broken(:\n")
+    broken = run("snapshot", "-q", "local", "--venv", str(source), "--no-probe").out.strip()
+    ran = run("push", *where, "--snapshot", broken)
+    assert ran.code == 17
+    assert "SyntaxError" in ran.err and "hint:" in ran.err and ran.out == ""
+    assert run("status", *where, "--json").json["generation"] == 1
+    assert python(target, "import kernel; print(kernel.VERSION)") == "2.0"
+
+
+def test_release_gives_an_ordinary_venv_back(target: Path, snapshot: str) -> None:
+    where = ("local", "--venv", str(target))
+    run("push", *where)
+    assert run("generations", "release", *where, "-y").code == 0
+    site = site_packages(target)
+    assert site.is_dir() and not site.is_symlink() and not (target / ".ddtree").exists()
+    assert python(target, "import kernel; print(kernel.VERSION)") == "2.0"
+
+
+def test_audit_and_lock_read_the_hosts_own_records(target: Path, snapshot: str) -> None:
+    where = ("local", "--venv", str(target))
+    run("push", *where)
+    lines = run("audit", *where, "--json").json["lines"]
+    assert lines[-1]["event"] == "confirmed" and lines[-1]["generation"] == 1
+    assert run("lock", *where).out == "local: not locked\n"
+
+
+def test_json_documents_have_a_schema_and_a_kind(target: Path, snapshot: str) -> None:
+    where = ("local", "--venv", str(target))
+    for argv in (
+        ("ls",), ("show",), ("diff", *where), ("status", *where), ("generations", *where), ("lock", "status", *where),
+        ("audit", *where), ("hosts",), ("config",), ("doctor", *where), ("cache", "ls"), ("cache", "verify"), ("cache", "size"),
+    ):  # fmt: skip
+        ran = run(*argv, "--json")
+        document = json.loads(ran.out)
+        assert (ran.code, document["schema"], bool(document["kind"])) == (0, 1, True), argv
