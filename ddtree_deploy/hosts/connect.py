@@ -6,6 +6,7 @@ import shutil
 
 from ddtree_deploy.errors import UsageProblem
 from ddtree_deploy.hosts.base import Connector, Host
+from ddtree_deploy.hosts.ssh_argv import check_options
 
 TRANSPORTS = ("local", "openssh", "fabric")
 
@@ -25,6 +26,7 @@ def connector(host: Host) -> Connector:
         raise UsageProblem(
             f"unknown transport of `{host.name}`: `{host.transport}`", mend="use openssh, fabric or local"
         )
+    check_options(host)
     if host.transport == "fabric" or shutil.which("ssh") is None:
         # Here and not above: paramiko takes 0.3 s to import.
         from ddtree_deploy.hosts.fabric_ssh import FabricConnector

@@ -45,15 +45,15 @@ class _Reader(io.RawIOBase):
 
 
 class FabricChannel:
-    """Hold an exec session and the connections that it runs through (outermost jump first)."""
+    """Hold an exec session; `undo` closes the connections that it runs through."""
 
     stdin_fd: int | None = None
     stdout_fd: int | None = None
 
     def __init__(
-        self, host: str, argv: Sequence[str], session: Any, chain: Sequence[Any], notices: tuple[str, ...]
+        self, host: str, argv: Sequence[str], session: Any, notices: tuple[str, ...], undo: contextlib.ExitStack
     ) -> None:
-        self._host, self._argv, self._session, self._chain, self._notices = host, argv, session, chain, notices
+        self._host, self._argv, self._session, self._notices, self._undo = host, argv, session, notices, undo
         self.stdin = cast(BinaryIO, _Writer(session))
         self.stdout = cast(BinaryIO, _Reader(session))
         self._tail = Tail(session.recv_stderr)
@@ -71,7 +71,7 @@ class FabricChannel:
     def failure(self) -> DeployError:
         status, stderr = self.wait(GRACE_SECONDS), self.stderr_tail()
         if status is not None and self._session.exit_status < 0:
-            said = self._chain[-1].transport.get_exception()
+            said = self._session.get_transport().get_exception()
             return HostUnreachable(
                 f"lost the connection to `{self._host}`",
                 mend="run the same command again",
@@ -89,23 +89,16 @@ class FabricChannel:
         self.wait(GRACE_SECONDS)
         with contextlib.suppress(OSError, EOFError):
             self._session.close()
-        close_all(self._chain)
+        with contextlib.suppress(OSError, EOFError):
+            self._undo.close()
         self._tail.text(ended=True)
 
 
-def close_all(chain: Sequence[Any]) -> None:
-    """Close connections, innermost first, also those that were never wholly open."""
-    for connection in reversed(chain):
-        with contextlib.suppress(OSError, EOFError):
-            connection.client.close()
-
-
-def connect_problem(host: str, problem: Exception) -> DeployError:
-    """Put what paramiko raised while it connected into our words."""
-    if isinstance(problem, DeployError):
-        return problem
-    causes = (str(problem) or type(problem).__name__,)
-    if isinstance(problem, paramiko.AuthenticationException | paramiko.PasswordRequiredException):
+def connect_problem(host: str, problem: Exception, said: tuple[str, ...] = ()) -> HostUnreachable:
+    """Put what paramiko raised while it connected into our words; `said` is what a proxy command said."""
+    causes = (str(problem) or type(problem).__name__, *said)
+    # paramiko has no class of its own for "No authentication methods available".
+    if isinstance(problem, paramiko.AuthenticationException) or "authentication" in causes[0].lower():
         mend = f"make `ssh -o BatchMode=yes {host} true` work: a key in the agent, or an open `IdentityFile`"
         return HostUnreachable(f"`{host}` refuses the login", mend=mend, causes=causes)
     return HostUnreachable(f"cannot reach `{host}`", causes=causes)

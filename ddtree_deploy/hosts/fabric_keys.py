@@ -21,7 +21,8 @@ class KeyPolicy(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]
     """Let a server in when known_hosts (and the pin) say so. paramiko asks it always, as its own table stays empty."""
 
     def __init__(self, host: Host, where: SshSettings) -> None:
-        self.host, self.where, self.recorded = host, where, ""
+        self.host, self.where = host, where
+        self.notices: list[str] = []
         self.entries = known_hosts.load(where.known_hosts_files)
 
     def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:  # noqa: ARG002 - paramiko's signature
@@ -43,7 +44,7 @@ class KeyPolicy(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]
                 raise key_errors.unknown(name, offered)
             file = key_errors.recordable(name, self.where.user_known_hosts)
             known_hosts.record(file, self.where.known_names[0], kind, blob, hashed=self.where.hash_known_hosts)
-            self.recorded = f"recorded the host key of `{name}`: {offered}"
+            self.notices.append(f"recorded the host key of `{name}`: {offered}")
 
     def transport(self, sock: Any, **options: Any) -> Any:
         """Make the transport: large window, recorded key types first, an end to silence."""

@@ -5,6 +5,7 @@ Fabric by itself lets a changed host key pass (its issue 1804): every connection
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shlex
 from collections.abc import Sequence
@@ -15,13 +16,14 @@ from typing import Any
 import fabric
 import paramiko
 
-from ddtree_deploy.errors import DeployError
 from ddtree_deploy.hosts.base import Channel, Host
-from ddtree_deploy.hosts.fabric_channel import FabricChannel, close_all, connect_problem
+from ddtree_deploy.hosts.fabric_channel import FabricChannel, connect_problem
 from ddtree_deploy.hosts.fabric_keys import KeyPolicy
+from ddtree_deploy.hosts.fabric_proxy import Proxy
 from ddtree_deploy.hosts.ssh_config import settings
 
 CONNECT_SECONDS = 15
+KEEPALIVE_SECONDS = 15
 # Else its tracebacks reach stderr when nobody configured logging.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
@@ -33,37 +35,38 @@ class FabricConnector:
         self.host = host
 
     def start(self, argv: Sequence[str]) -> Channel:
-        policies: list[KeyPolicy] = []
-        chain = _chain(self.host, policies)
-        try:
-            chain[-1].open()
-            chain[-1].transport.set_keepalive(15)
-            session = chain[-1].create_session()
-            session.exec_command(shlex.join(argv))
-        except (OSError, EOFError, paramiko.SSHException, DeployError) as problem:
-            close_all(chain)
-            raise connect_problem(self.host.name, problem) from problem
-        notices = tuple(policy.recorded for policy in policies if policy.recorded)
-        return FabricChannel(self.host.name, argv, session, chain, notices)
+        notices: list[str] = []
+        with contextlib.ExitStack() as undo:
+            transport = _connect(self.host, undo, notices).transport
+            try:
+                session = transport.open_session(timeout=CONNECT_SECONDS)
+                session.exec_command(shlex.join(argv))
+            except (OSError, EOFError, paramiko.SSHException) as problem:
+                raise connect_problem(self.host.name, problem) from problem
+            return FabricChannel(self.host.name, argv, session, tuple(notices), undo.pop_all())
+        raise AssertionError("an ExitStack swallows nothing")
 
 
-def _chain(host: Host, policies: list[KeyPolicy], gateway: Any = None) -> list[Any]:
-    """Build the connection and the jumps before it, outermost first; nothing is opened yet."""
+def _connect(host: Host, undo: contextlib.ExitStack, notices: list[str], gateway: Any = None) -> Any:
+    """Open the jumps before `host`, outermost first, then the host; `undo` closes what was opened."""
     where = settings(host.address or host.name, ssh_config=host.ssh_config, options=host.ssh_options)
-    chain: list[Any] = []
     for hop in where.proxy_jump if gateway is None else ():
         jump = replace(host, name=hop, address=hop, host_key="", ssh_options=())
-        chain += _chain(jump, policies, chain[-1] if chain else None)
-    policies.append(policy := KeyPolicy(host, where))
+        gateway = _connect(jump, undo, notices, gateway)
+    policy = KeyPolicy(host, where)
+    proxy = Proxy(where.proxy_command) if where.proxy_command and gateway is None else None
+    if proxy:
+        undo.callback(proxy.close)
     connection = fabric.Connection(
         where.hostname,
         user=where.user,
         port=where.port,
-        gateway=gateway or (chain[-1] if chain else where.proxy_command or False),
+        gateway=gateway or False,
         connect_timeout=CONNECT_SECONDS,
         # An empty configuration: `settings` has read the real one, which paramiko would misread (no Include).
         config=fabric.Config(lazy=True, ssh_config=paramiko.SSHConfig()),
         connect_kwargs={
+            "sock": proxy.socket if proxy else None,
             "key_filename": [file for file in where.identity_files if Path(file).is_file()],
             "allow_agent": where.use_agent,
             "look_for_keys": False,
@@ -73,4 +76,11 @@ def _chain(host: Host, policies: list[KeyPolicy], gateway: Any = None) -> list[A
         },
     )
     connection.client.set_missing_host_key_policy(policy)
-    return [*chain, connection]
+    undo.callback(connection.client.close)
+    try:
+        connection.open()
+    except (OSError, EOFError, paramiko.SSHException) as problem:
+        raise connect_problem(host.name, problem, proxy.words() if proxy else ()) from problem
+    connection.transport.set_keepalive(KEEPALIVE_SECONDS)
+    notices += policy.notices
+    return connection

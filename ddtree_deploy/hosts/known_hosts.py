@@ -6,6 +6,7 @@ Standard library only and importable alone: `ssh` runs this file as its KnownHos
 from __future__ import annotations
 
 import base64
+import contextlib
 import enum
 import fnmatch
 import hashlib
@@ -129,14 +130,20 @@ def record(file: Path, name: str, kind: str, key: str, *, hashed: bool) -> None:
         salt = os.urandom(20)
         digest = hmac.new(salt, name.encode(), hashlib.sha1).digest()
         name = f"|1|{base64.b64encode(salt).decode()}|{base64.b64encode(digest).decode()}"
+    end_last_line(file)
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        size = os.fstat(descriptor).st_size
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, b"\n" * torn + f"{name} {kind} {key}\n".encode())
+        os.write(descriptor, f"{name} {kind} {key}\n".encode())
     finally:
         os.close(descriptor)
+
+
+def end_last_line(file: Path) -> None:
+    """Append a newline to a file that lacks its last one: ssh would write the next entry onto that line."""
+    with contextlib.suppress(FileNotFoundError), file.open("r+b") as known:
+        if known.seek(0, os.SEEK_END) and known.seek(-1, os.SEEK_END) and known.read(1) != b"\n":
+            known.write(b"\n")
 
 
 def answer(pin: str, name: str, kind: str, key: str, entries: Sequence[Entry]) -> str:

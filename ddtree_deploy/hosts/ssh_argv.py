@@ -28,14 +28,18 @@ _OWNED = {option.split("=")[0].lower() for option in _FIXED} | {"stricthostkeych
 
 
 def ssh_argv(host: Host, argv: Sequence[str], log: str) -> list[str]:
-    """Build the command line. Raises UsageProblem when `ssh_options` touch what keeps impostors out."""
-    for option in host.ssh_options:
-        if (key := option.replace("=", " ").split(" ")[0]).lower() in _OWNED:
-            raise UsageProblem(f"`ssh_options` of `{host.name}` may not set {key}", mend=f"remove `{option}`")
+    """Build the command line; ssh's own log goes to the file `log`."""
     options = [*_key_options(host), *_FIXED, *host.ssh_options, *_DEFAULTS]
     config = ["-F", host.ssh_config] if host.ssh_config else []
     flags = [word for option in options for word in ("-o", option)]
     return ["ssh", "-T", "-x", "-a", "-E", log, *config, *flags, "--", host.address or host.name, shlex.join(argv)]
+
+
+def check_options(host: Host) -> None:
+    """Raise UsageProblem when `ssh_options` touch what keeps impostors out."""
+    for option in host.ssh_options:
+        if (key := option.replace("=", " ").split(" ")[0]).lower() in _OWNED:
+            raise UsageProblem(f"`ssh_options` of `{host.name}` may not set {key}", mend=f"remove `{option}`")
 
 
 def _key_options(host: Host) -> list[str]:
@@ -52,5 +56,5 @@ def _key_options(host: Host) -> list[str]:
     if known_hosts.recorded(known_hosts.load(where.known_hosts_files), where.known_names):
         # accept-new would let in a key of another kind than those on record.
         return ["StrictHostKeyChecking=yes"]
-    key_errors.recordable(host.name, where.user_known_hosts)
+    known_hosts.end_last_line(key_errors.recordable(host.name, where.user_known_hosts))
     return ["StrictHostKeyChecking=accept-new"]

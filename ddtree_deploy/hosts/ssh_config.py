@@ -6,6 +6,7 @@ import glob
 import io
 import os
 import pwd
+import re
 import shlex
 import shutil
 import socket
@@ -89,12 +90,11 @@ def _from_words(words: Mapping[str, list[str]]) -> SshSettings:
     user = one("user") or pwd.getpwuid(os.getuid()).pw_name
     tokens = {"%d": str(own), "%h": one("hostname"), "%r": user, "%p": one("port", "22"), "%u": own.name, "%%": "%"}
 
+    def expand(value: str) -> str:
+        return re.sub("%.", lambda token: tokens.get(token[0], token[0]), value)
+
     def paths(values: Sequence[str]) -> tuple[str, ...]:
-        expanded = []
-        for value in values:
-            for token, meaning in tokens.items():
-                value = value.replace(token, meaning)
-            expanded.append(str(own / value[2:]) if value.startswith("~/") else value)
+        expanded = [expand(str(own / value[2:]) if value.startswith("~/") else value) for value in values]
         return tuple(path for path in expanded if path != "none")
 
     return SshSettings(
@@ -108,7 +108,7 @@ def _from_words(words: Mapping[str, list[str]]) -> SshSettings:
         use_agent=one("identitiesonly", "no") == "no" and words.get("identityagent", [""])[0] != "none",
         hash_known_hosts=one("hashknownhosts", "no") == "yes",
         proxy_jump=tuple(hop for hop in one("proxyjump").split(",") if hop),
-        proxy_command=one("proxycommand"),
+        proxy_command=expand(one("proxycommand")),
     )
 
 
