@@ -1,0 +1,1 @@
+"""A standalone OpenAI-compatible server for DDTree, on transformers: one model pair, CPU or one GPU."""
