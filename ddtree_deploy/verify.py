@@ -1,4 +1,4 @@
-"""Prove what is live on a host, a level at a time. Changes nothing there: the agent is read-only, and no bytecode is written."""
+"""Prove what is live on a host, a level at a time, by a read-only agent that writes no bytecode either."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def verify(
 ) -> Proofs:
     """Prove the tree that is live on `host` and return what was found; failed proofs are in the result, not raised.
 
-    `store` knows which packages did not import on the source host either (None: every failure counts). With `deep` each
-    file is read again, whatever its stat says. `probe_timeout` is seconds for one import. Raises UsageProblem for an unknown
-    level, for a host without the venv, and for `files` alone where nothing was pushed.
+    `store` knows which packages did not import on the source host either (None: every failure counts). With `deep`
+    each file is read again, whatever its stat says. `probe_timeout` is seconds for one import. Raises UsageProblem for
+    an unknown level, for a host without the venv, and for `files` alone where nothing was pushed.
     """
     for level in levels:
         if level not in LEVELS:
@@ -42,7 +42,7 @@ def verify(
             emit(
                 Note(
                     host.name,
-                    "no generation of ours is live there: files are not compared, only compiled and imported",
+                    "nothing was pushed there: files are compiled and imported, not compared",
                     "warn",
                 )
             )
@@ -73,7 +73,7 @@ class _Live:
         self.session.emit(Step(self.session.host.name, what))
 
     def classified(self, digests: Mapping[str, str | None]) -> Classified:
-        """Return the distributions and files; origins hold for the paths in `digests` and for what the host vouches for."""
+        """Return distributions and files; origins hold for the paths in `digests` and for what the host vouches for."""
         vouched = {row[0]: row[-1] or "" for row in self.scan["files"] if row[1] == "f"}
         return classify(self.scan, {**vouched, **digests})
 
@@ -114,6 +114,6 @@ def _imports(live: _Live, proofs: Proofs) -> Proofs:
     return replace(proofs, imports=tuple(import_proof(row, not row["ok"] and row["module"] in known) for row in rows))
 
 
-#: In the order in which they run: the cheapest evidence first. A level is a function that adds what it found to the proofs
-#: (the link closure and the GPU smoke test have their place in `Proofs.extra`).
+#: In the order in which they run, the cheapest evidence first. A level is a function that adds what it found to the
+#: proofs (the link closure and the GPU smoke test have their place in `Proofs.extra`).
 LEVELS: Mapping[str, Callable[[_Live, Proofs], Proofs]] = {"files": _files, "syntax": _syntax, "import": _imports}
