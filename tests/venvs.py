@@ -1,4 +1,4 @@
-"""Small virtual environments with honest metadata: what tests install is what a wheel would leave (PEP 376, PEP 427)."""
+"""Small virtual environments with honest metadata: what tests install is what a wheel would leave (PEP 427)."""
 
 from __future__ import annotations
 

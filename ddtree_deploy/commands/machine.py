@@ -35,7 +35,11 @@ def demo(
     """
     from ddtree_deploy.demo import run
 
-    run(ui.say, keep)
+    def say(text: str) -> None:
+        # A command stays with what it prints; a remark begins a new paragraph.
+        ui.say(text if text.startswith("$ ") else f"\n{text}", "bold")
+
+    run(say, keep)
 
 
 def doctor(
