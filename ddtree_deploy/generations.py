@@ -162,7 +162,7 @@ def _rollback_plan(session: Session, generation: int | None) -> RollbackPlan:
     target = generation
     if target is None:
         target = _before(seen.value["ledger"], live, list(known))
-    if target not in known or target == live:
+    if target is None or target not in known or target == live:
         what = f"generation {target} is live already" if target == live else f"there is no generation {'before %d' % live if target is None else target}"
         here = ", ".join(str(number) for number in sorted(known) if number != live) or "none"
         raise UsageProblem(f"`{host.name}`: {what}", mend=f"generations to go back to: {here}")

@@ -298,6 +298,28 @@ class Store:
         finally:
             os.close(fd)
 
+    # what we know of hosts; may be lost at any time
+
+    def trees(self) -> list[str]:
+        """Return the results of pushes whose whole tree is remembered."""
+        directory = self.root / "trees"
+        return sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+
+    def tree(self, result: str) -> Manifest:
+        """Return the tree that a push resulted in. Raises IntegrityFailure when it is not remembered."""
+        try:
+            return codec.decode((self.root / "trees" / result).read_bytes())
+        except FileNotFoundError:
+            raise IntegrityFailure(f"the tree `{result[:12]}` is not remembered here") from None
+
+    def remember_tree(self, result: str, tree: Manifest, keep: int = 64) -> None:
+        """Remember the result of a push; the oldest beyond `keep` go."""
+        directory = self.root / "trees"
+        directory.mkdir(exist_ok=True)
+        durable.write_file(os.fspath(directory / result), codec.encode(tree))
+        for old in sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime)[:-keep]:
+            old.unlink(missing_ok=True)
+
     def stat_cache(self, key: str) -> Path:
         """Return the file that remembers stat stamps of a host's venv."""
         import hashlib

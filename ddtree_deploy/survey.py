@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddtree_deploy.events import Step
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.manifest import python_facts
-from ddtree_deploy.models import Inventory
+from ddtree_deploy.models import Inventory, Manifest
 from ddtree_deploy.origins import Classified, classify
 from ddtree_deploy.session import Session
 from ddtree_deploy.store import Store, load_stamps, save_stamps
@@ -19,15 +19,26 @@ RACY_NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A venv as it is now. `fields` are the scan's plain answers, `scan` its lists; `digests` cover every regular file."""
+    """A venv as it is now. `fields` are the scan's plain answers, `scan` its lists; `digests` cover every regular file.
+
+    `tree` is set instead of the lists when the host vouches that nothing was touched since a push whose result we know;
+    `same` when that push was the one that is asked for now.
+    """
 
     fields: Mapping[str, Any]
     scan: Mapping[str, Any]
     digests: Mapping[str, str | None]
-    hashed: int
-    vouched: int
+    hashed: int = 0
+    vouched: int = 0
+    tree: Manifest | None = None
+
+    @property
+    def same(self) -> bool:
+        return bool(self.fields.get("same"))
 
     def classified(self) -> Classified:
+        if self.tree is not None:
+            return Classified(self.tree.distributions, self.tree.files, ())
         return classify(self.scan, self.digests)
 
 
@@ -35,11 +46,20 @@ def key(host: Host) -> str:
     return f"{host.transport}:{host.via}:{host.address or host.name}:{host.venv}"
 
 
-def survey(session: Session, store: Store) -> Survey:
-    """Walk the host's venv and know the digest of each file: by the host's own index, by our stamps, else by reading it."""
+def survey(session: Session, store: Store, *, unless: Sequence[Any] | None = None, whole: bool = True) -> Survey:
+    """Walk the host's venv and know the digest of each file: by the host's own index, by our stamps, else by reading it.
+
+    `unless` is a push request (`[snapshot id, names]`): when the live generation was made by it and is untouched, nothing more
+    is asked. With `whole=False`, a tree that we pushed ourselves is not sent again.
+    """
     host = session.host
     session.emit(Step(host.name, "look at the venv"))
-    reply = session.ask("scan", venv=host.venv)
+    knows = [] if whole else store.trees()
+    reply = session.ask("scan", venv=host.venv, unless=list(unless) if unless else None, knows=knows)
+    if reply.fields["same"]:
+        return Survey(reply.fields, {}, {})
+    if "files" not in reply.value:
+        return Survey(reply.fields, reply.value, {}, tree=store.tree(reply.fields["info"]["result"]))
     cache = store.stat_cache(key(host))
     stamps = load_stamps(cache)
     digests: dict[str, str | None] = {}
@@ -58,7 +78,7 @@ def survey(session: Session, store: Store) -> Survey:
             size += length
     if unknown:
         session.emit(Step(host.name, f"hash {len(unknown)} files"))
-        digests.update(session.ask("hash", unknown, venv=host.venv, total=size).value)
+        digests.update(session.ask("hash", unknown, venv=host.venv, total=size, patience=3600.0).value)
         _remember(cache, reply.value["files"], digests, int(reply.fields["now_ns"]))
     return Survey(reply.fields, reply.value, digests, len(unknown), len(digests) - len(unknown))
 

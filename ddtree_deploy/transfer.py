@@ -57,7 +57,9 @@ def plan_push(host: Host, store: Store, snapshot_id: str, options: PushOptions, 
     """Plan a push without changing anything: the agent is read-only."""
     snapshot = _loaded(store, snapshot_id)
     with Session(host, writable=False, emit=emit) as session:
-        return _plan(session, store, snapshot_id, snapshot, options)[0]
+        if options.create and not _there(session):
+            return make(snapshot_id, snapshot, _nothing_yet(host, snapshot), only=options.only)
+        return _plan(session, store, snapshot_id, snapshot, options, survey(session, store, whole=False))[0]
 
 
 def push(
@@ -76,17 +78,13 @@ def push(
     """
     clock = _Clock()
     with store.lock("push", shared=True), Session(host, writable=True, emit=emit) as session:
-        selected = [*options.only, *options.with_]
-        if not selected:
-            with clock("look"):
-                current = session.ask("scan", venv=host.venv, unless=[snapshot_id, selected]).fields if _there(session) else {}
-            if current.get("same"):
-                return _already(host, snapshot_id, current, clock)
-        snapshot = _loaded(store, snapshot_id)
         if options.create and not _there(session):
-            _create(session, snapshot)
+            _create(session, _loaded(store, snapshot_id))
         with clock("look"):
-            plan, seen, base = _plan(session, store, snapshot_id, snapshot, options)
+            seen = survey(session, store, unless=_asked(snapshot_id, options), whole=False)
+            if seen.same:
+                return _already(host, snapshot_id, seen.fields, clock)
+            plan, base = _plan(session, store, snapshot_id, _loaded(store, snapshot_id), options, seen)
         if plan.empty and plan.base_generation is not None:
             return _already(host, snapshot_id, seen.fields, clock)
         _refuse_blocks(plan)
@@ -161,23 +159,23 @@ def _create(session: Session, snapshot: Manifest) -> None:
     session.ask("create", venv=session.host.venv, minor=minor, candidates=[session.host.python] if session.host.python else [])
 
 
+def _asked(snapshot_id: str, options: PushOptions) -> list[Any]:
+    """Return what a push was asked to do, as the host records it to know a repetition."""
+    return [snapshot_id, list(options.only), list(options.with_)]
+
+
 def _plan(
-    session: Session, store: Store, snapshot_id: str, snapshot: Manifest, options: PushOptions
-) -> tuple[Plan, Survey, Survey | None]:
+    session: Session, store: Store, snapshot_id: str, snapshot: Manifest, options: PushOptions, seen: Survey
+) -> tuple[Plan, Survey | None]:
     host = session.host
-    base: Survey | None = None
-    if options.base:
-        base = survey(replace_host(session, replace(host, venv=options.base)), store)
-    if not _there(session) and options.create:
-        target = _nothing_yet(host, snapshot)
-        return make(snapshot_id, snapshot, target, only=options.only), _EMPTY, base
-    seen = survey(session, store)
     target = inventory(host, seen)
-    if base is not None and not target.files:
+    base: Survey | None = None
+    if options.base and not target.files:
+        base = survey(replace_host(session, replace(host, venv=options.base)), store)
         over = inventory(host, base)
         target = replace(target, distributions=over.distributions, files=over.files)
-    uses = _uses(session, seen.fields["generation"])
-    return make(snapshot_id, snapshot, target, only=(*options.only, *options.with_) if options.only else (), uses=uses), seen, base
+    only = (*options.only, *options.with_) if options.only else ()
+    return make(snapshot_id, snapshot, target, only=only, uses=_uses(session, seen.fields["generation"])), base
 
 
 def replace_host(session: Session, host: Host) -> Session:
@@ -187,9 +185,6 @@ def replace_host(session: Session, host: Host) -> Session:
     other = copy.copy(session)
     other.host = host
     return other
-
-
-_EMPTY = Survey({}, {"files": [], "distributions": [], "pth": [], "torch": {}}, {}, 0, 0)
 
 
 def _nothing_yet(host: Host, snapshot: Manifest) -> Inventory:
@@ -246,13 +241,14 @@ class _Push:
             if begun.get("recovered"):
                 self.emit(Note(self.host.name, begun["recovered"], "warn"))
             info = {
-                "snapshot": plan.snapshot, "selected": list(plan.selected), "result": result, "files": len(rows),
+                "snapshot": plan.snapshot, "asked": _asked(plan.snapshot, self.options), "result": result, "files": len(rows),
                 "bytes": plan.result.bytes, "packages": [[d.name, d.shown_version] for d in plan.result.distributions],
             }  # fmt: skip
             value: dict[str, Any] = {"files": rows, "info": info, "vouch": _vouch(seen)}
+            self.store.remember_tree(result, plan.result)
             if base is not None:
                 value["base"] = {"root": f"{base.fields['venv']}/{base.fields['site']}", "vouch": _vouch(base)}
-            need = [(digest, size) for digest, size in self.ask("stage", value, base=plan.base or seen.fields["fingerprint"]).value]
+            need = [(digest, size) for digest, size in self.ask("stage", value, base=plan.base).value]
         with self.clock("send"):
             self._send(need)
         with self.clock("stage"):
@@ -367,7 +363,7 @@ def _vouch(seen: Survey) -> list[list[Any]]:
     """Return the stamps and digests of the files that the host itself has no index of."""
     return [
         [path, dev, ino, size, mtime, ctime, seen.digests[path]]
-        for path, kind, _mode, size, dev, ino, mtime, ctime, _target, known in seen.scan["files"]
+        for path, kind, _mode, size, dev, ino, mtime, ctime, _target, known in seen.scan.get("files", ())
         if kind == "f" and not known and seen.digests.get(path)
     ]
 

@@ -36,8 +36,8 @@ def venv_python(venv):
 def scan(session, header, _value):
     """Walk the venv's site-packages: entries with stat stamps, digests that the host can vouch for, owners, facts.
 
-    With `unless` (snapshot id, selected names): answer only `same` when the live generation was made of these and no file was
-    touched since.
+    When every file still is what the live generation was made of, the answer says `clean`; then the files are left out, if the
+    controller said that it knows that result (`knows`), and with `unless` equal to what was asked for then, so is the rest.
     """
     found = layout.locate(header["venv"])
     live = found.live()
@@ -45,25 +45,25 @@ def scan(session, header, _value):
     now_ns = time.time_ns()
     entries = walk.walk(root)
     index = None if live is None else layout.Index.load(os.path.join(found.directory(live), "index"))
-    info = None if live is None else found.info(live)
+    info = (found.info(live) if live is not None else None) or {}
+    vouched = [None if index is None else index.digest(entry) for entry in entries]
+    clean = index is not None and bool(info.get("result")) and _clean(entries, vouched, index)
     common = {
         "venv": found.venv, "site": found.site_relative, "generation": live, "fingerprint": walk.fingerprint(entries),
-        "now_ns": now_ns, "info": info, "space": facts.space(found.venv), "unfinished": durable_state(found),
+        "now_ns": now_ns, "info": info, "space": facts.space(found.venv), "clean": clean,
         "writable": os.access(found.venv, os.W_OK) and os.access(os.path.dirname(found.site), os.W_OK),
     }
-    vouched = [None if index is None else index.digest(entry) for entry in entries]
-    made_of = [info.get("snapshot"), info.get("selected")] if info else None
-    if made_of and made_of == header.get("unless") and index is not None and _clean(entries, vouched, index):
+    if clean and header.get("unless") and info.get("asked") == header["unless"]:
         return {**common, "same": True}
-    files = [[*entry[:9], digest] for entry, digest in zip(entries, vouched)]
-    return {
-        **common, "same": False,
-        "_big": {
-            "files": files, "distributions": dists.read_distributions(root), "pth": dists.read_pth(root),
-            "torch": dists.torch_version(root), "python": facts.python_facts(venv_python(found.venv)),
-            "facts": facts.host_facts(found.venv), "servers": procs.servers(found.venv),
-        },
+    big = {
+        "python": facts.python_facts(venv_python(found.venv)), "facts": facts.host_facts(found.venv),
+        "servers": procs.servers(found.venv), "torch": dists.torch_version(root),
     }
+    if not (clean and info["result"] in header.get("knows", ())):
+        big["files"] = [[*entry[:9], digest] for entry, digest in zip(entries, vouched)]
+        big["distributions"] = dists.read_distributions(root)
+        big["pth"] = dists.read_pth(root)
+    return {**common, "same": False, "_big": big}
 
 
 def _clean(entries, vouched, index):
@@ -76,11 +76,6 @@ def _clean(entries, vouched, index):
         if entry[1] == "l" and row[3] != entry[8] or entry[1] == "f" and digest is None:
             return False
     return True
-
-
-def durable_state(found):
-    """Return the journal's state (`""` when there is no unfinished work)."""
-    return locks.journal_state(found)
 
 
 def hash_files(session, header, value):

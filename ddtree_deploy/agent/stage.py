@@ -130,7 +130,9 @@ def missing(wanted, sources, found):
 
 
 def build(session, found, root, wanted, sources):
-    """Make the tree `root` hold exactly `wanted`; returns its Index. Raises Failure when content is missing or moved.
+    """Make the tree `root` hold exactly `wanted`; return its Index and the received digests that it uses.
+
+    Raises Failure when content is missing or moved.
 
     Unchanged files are hard-linked (tidy.py gives small ones copies of their own later); a file whose mode differs from its
     source's, and a second use of received content, is a copy.
@@ -167,7 +169,7 @@ def build(session, found, root, wanted, sources):
         finally:
             for tree in trees.values():
                 tree.close()
-    return layout.Index(rows)
+    return layout.Index(rows), used
 
 
 def _reuse(tree, entry, at, base, mode):
@@ -250,6 +252,16 @@ def keep_bytecode(root, index, sources):
                         os.link(os.path.join(cache, pyc), os.path.join(target, pyc))
                     except OSError:
                         continue
+
+
+def consume(found, root, index, used):
+    """Drop what was received, now that it is in its place; that moves the ctime of the files, so their stamps are renewed."""
+    layout.remove(found.incoming)
+    with Tree(root) as tree:
+        for path, row in index.rows.items():
+            if row[0] == "f" and row[3] in used:
+                info = tree.stat(path)
+                index.rows[path] = (*row[:4], info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns)
 
 
 def discard(found, everything):

@@ -30,6 +30,7 @@ class Push:
         self.sources = None
         self.landing = None
         self.index = None
+        self.used = set()
         self.switched = False
         self.keep_incoming = True
         self.keep_generations = 3
@@ -123,7 +124,7 @@ def build(session, header, _value):
     root = push.found.tree(push.number)
     os.makedirs(push.found.directory(push.number))
     try:
-        push.index = stage.build(session, push.found, root, push.wanted, push.sources)
+        push.index, push.used = stage.build(session, push.found, root, push.wanted, push.sources)
     except OSError:
         push.keep_incoming = False
         raise
@@ -168,6 +169,7 @@ def commit(session, header, _value):
     push = _open(session)
     push.journal = switch.write_journal(push.found, push.journal, state="proved")
     info = {**push.info, "number": push.number, "created": locks.utc(), "tx": push.tx, "who": push.who["who"]}
+    stage.consume(push.found, push.found.tree(push.number), push.index, push.used)
     stage.publish(push.found, push.number, push.index, info)
     return {"generation": push.number}
 
