@@ -26,16 +26,17 @@ _SITE = re.compile(r"/(?:site|dist)-packages/")
 def imports(session, python, root, live_site, venv, modules, user="", env=None, timeout=120.0, jobs=None):
     """Import each of `modules` in a process of its own, as the venv would were `root` its site-packages.
 
-    `env` is added to a minimal environment; as root, `user` is who imports. At most four at a time unless `jobs` says
-    otherwise, since an import of torch takes a gigabyte. Returns one dict per module, in order, with the fields of
-    `models.ImportProof`. Death by a signal, a time-out (seconds), an exit without a result, an exception, and libraries
-    of another tree each make `ok` false. A read-only session leaves no bytecode behind.
+    `env` is added to a minimal environment, with paths below the live site-packages (an LD_LIBRARY_PATH, say) moved to
+    `root`; as root, `user` is who imports. At most four run at a time unless `jobs` says otherwise, since an import of
+    torch takes a gigabyte. Returns one dict per module, in order, with the fields of `models.ImportProof`. Death by a
+    signal, a time-out (seconds), an exit without a result, an exception, and libraries of another tree each make `ok`
+    false. A read-only session leaves no bytecode behind. Raises Failure when nothing can be imported at all.
     """
     todo = queue.SimpleQueue()
     for index, module in enumerate(modules):
         todo.put((index, module))
     how = _identity(user)
-    how["env"] = {**how["env"], **(env or {})}
+    how["env"].update((name, _moved(value, os.path.realpath(live_site), root)) for name, value in (env or {}).items())
     flags = ["-S", "-B"] if session.read_only else ["-S"]
     allow_system = _system_site(venv)
     results, faults = {}, []
@@ -69,6 +70,15 @@ def imports(session, python, root, live_site, venv, modules, user="", env=None, 
     if session.aborted():
         raise Failure("interrupted", "the import proofs were stopped")
     return [results[index] for index in range(len(modules))]
+
+
+def _moved(value, live, root):
+    """Return a path list with what is below `live` moved below `root`, where it will be once `root` is live."""
+    parts = []
+    for part in value.split(":"):
+        real = os.path.realpath(part) if part.startswith("/") else ""
+        parts.append(root + real[len(live) :] if _below(real, live) else part)
+    return ":".join(parts)
 
 
 def _identity(user):
@@ -111,8 +121,10 @@ def _import(session, interpreter, how, root, live_site, module, timeout):
         )
     except OSError as error:
         os.close(result_out)
-        why = "the interpreter `%s` does not start: %s" % (interpreter[0], error.strerror)
-        raise Failure("incompatible", why) from None
+        who = how["env"]["USER"]
+        why = "`%s` can not start the interpreter `%s`: %s" % (who, interpreter[0], error.strerror)
+        mend = "let the service's user read the venv and the interpreter that it links to" if "user" in how else None
+        raise Failure("incompatible", why, mend) from None
     finally:
         os.close(result_in)
     stderr = child.stderr.fileno()

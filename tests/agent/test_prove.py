@@ -25,6 +25,7 @@ from ddtree_deploy.agent.main import Session
 from .conftest import Place, make_place
 
 Build = Callable[..., Path]
+AS_ROOT = os.geteuid() == 0 and os.path.exists("/usr/bin/python3")
 
 
 def alive(pid: int) -> bool:
@@ -360,6 +361,17 @@ def test_libraries_of_another_tree_are_found(session: Session, place: Place, bui
     assert proof["foreign_libraries"] == [str(helper)]
 
 
+def test_a_library_path_into_the_live_tree_means_the_staged_one(session: Session, place: Place, build: Build) -> None:
+    """A service often has LD_LIBRARY_PATH below its own site-packages; before the switch that still is the old tree."""
+    for tree, number in ((place.live, 1), (place.root, 2)):
+        (tree / "nvidia" / "lib").mkdir(parents=True)
+        build(tree / "nvidia" / "lib" / "libnumber.so", f"int number(void) {{ return {number}; }}")
+    write_sources(place.root, loads="import ctypes\nassert ctypes.CDLL('libnumber.so').number() == 2\n")
+    env = {"LD_LIBRARY_PATH": f"/usr/lib:{place.live}/nvidia/lib", "CUDA_HOME": f"{place.live}/nvidia", "OMP_X": "a:b"}
+    (proof,) = prove_imports(session, place, "loads", env=env)
+    assert proof["ok"], proof
+
+
 def test_modules_of_another_tree_are_found(session: Session, place: Place) -> None:
     (place.live / "old.py").write_text("")
     write_sources(place.root, strays=f"import sys\nsys.path.append({str(place.live)!r})\nimport old\n")
@@ -475,9 +487,7 @@ def open_place() -> Iterator[Place]:
         shutil.rmtree(base)
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not os.path.exists("/usr/bin/python3"), reason="needs root and /usr/bin/python3"
-)
+@pytest.mark.skipif(not AS_ROOT, reason="needs root and /usr/bin/python3")
 def test_root_imports_as_the_service_user(session: Session, open_place: Place) -> None:
     nobody = pwd.getpwnam("nobody")
     write_sources(
@@ -493,6 +503,13 @@ def test_root_imports_as_the_service_user(session: Session, open_place: Place) -
     # The row of the umask: root can import it, and the service can not.
     assert private["error"].startswith("PermissionError")
     assert prove_imports(session, open_place, "private")[0]["ok"]
+
+
+@pytest.mark.skipif(not AS_ROOT, reason="needs root and /usr/bin/python3")
+def test_an_interpreter_that_the_service_user_can_not_reach_is_a_failure(session: Session, open_place: Place) -> None:
+    open_place.venv.chmod(0o700)
+    with pytest.raises(Failure, match=r"`nobody` can not start the interpreter `.*`: Permission denied"):
+        prove_imports(session, open_place, "x", user="nobody")
 
 
 def test_an_unknown_user_is_a_usage_failure(session: Session, place: Place) -> None:
