@@ -14,7 +14,7 @@ from ddtree_deploy.hosts.known_hosts import Verdict
 from ddtree_deploy.hosts.ssh_config import SshSettings
 
 WINDOW_BYTES = 32 * 1024 * 1024  # of a download; a slow reader never holds more in memory
-DEAD_MILLISECONDS = 45_000
+DEAD_MILLISECONDS = 30_000  # and up to 15 s before them until a keepalive goes unanswered
 
 
 class KeyPolicy(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]
