@@ -182,15 +182,7 @@ def _os_release():
 
 #: Stands for "as many as you like" where a file system makes inodes as it needs them (btrfs, and others that say 0).
 UNLIMITED = 1 << 62
-_REFLINK = {
-    "btrfs": True,
-    "bcachefs": True,
-    "ocfs2": True,
-    "ext4": False,
-    "ext3": False,
-    "tmpfs": False,
-    "overlay": None,
-}
+_REFLINK = {"btrfs": True, "bcachefs": True, "ext4": False, "ext3": False, "tmpfs": False}
 
 
 def mounts():

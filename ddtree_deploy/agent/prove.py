@@ -135,11 +135,10 @@ def hashes(session, root, entries, index):
             bad.append("%s: mode %o where %o is expected" % (path, mode, wanted[2]))
         elif size != wanted[3]:
             bad.append("%s: %d bytes where %d are expected" % (path, size, wanted[3]))
+        elif index.get(path) == (walk.stamp(found), wanted[4]):
+            vouched += 1
         else:
-            if index.get(path) == (walk.stamp(found), wanted[4]):
-                vouched += 1
-            else:
-                suspects.append(path)
+            suspects.append(path)
     bad.extend("%s: missing" % path for path in expected.keys() - seen)
     total = sum(expected[path][3] for path in suspects)
     done = [0]
