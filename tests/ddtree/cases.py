@@ -1,4 +1,4 @@
-"""Random trees for the tests of this folder: ties, impossible tokens and vocabularies smaller than the budget included."""
+"""Random drafts for the tests of this folder: ties, impossible tokens, vocabularies smaller than the budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A toy target and a toy drafter over a small vocabulary: logits are tables, so plain and tree decoding see equal bits."""
+"""A toy target and drafter over a small vocabulary: logits are tables, so plain and tree decoding see equal bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddtree.tree import Tree
 
 @dataclass(frozen=True)
 class Toy:
-    """Hold next-token logits by the last two tokens: `target` `[V, V, V]`, and a drafter that is `target` plus noise."""
+    """Hold next-token logits by the last two tokens, `[V, V, V]`: the target's, and a drafter's that blurs them."""
 
     target: Tensor
     draft: Tensor
@@ -33,7 +33,7 @@ class Toy:
         return torch.stack([self.target[a, b] for a, b in zip(before, tree.token_ids, strict=True)])
 
     def draft_log_probs(self, text: list[int], positions: int) -> Tensor:
-        """Return a block drafter's distributions `[L, V]`: it sees no token between the text and the position it guesses."""
+        """Return a block drafter's distributions `[L, V]`: it sees the text, and no token between text and guess."""
         probs = torch.softmax(self.draft, dim=-1)
         # The exact marginals of the drafter's own chain, position by position.
         state = torch.zeros(probs.shape[:2])
