@@ -198,7 +198,8 @@ class Process:
         out = []
         for soname, versions in item.verneed.items():
             provider = self.names.get(soname)
-            if provider is not None and provider.verdef:
+            # Without versions of its own a library answers any; without a version table at all, glibc aborts on it.
+            if provider is not None and (provider.verdef or not provider.verneed):
                 out += [Miss(by, VERSION, f"{v} of {soname}") for v in versions if v not in provider.verdef]
         absent = {miss.item for miss in missing if miss.kind == LIBRARY}
         badly = {miss.item.split(" ")[0] for miss in out}

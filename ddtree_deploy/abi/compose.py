@@ -12,7 +12,8 @@ from ddtree_deploy.abi.model import Dist, SharedObject, Site, Tree
 SOURCE, TARGET = "source", "target"
 CUDA_SUFFIX = re.compile(r"-cu\d+$")
 # Directories that many distributions share; a file there belongs to nobody but its RECORD.
-COMMON = frozenset({"nvidia", "cuda", "lib", "lib64", "include", "bin", "share", "tests", "test", "docs", "etc"})
+COMMON = frozenset({"nvidia", "cuda", "lib", "lib64", "include", "bin", "share", "tests", "test", "docs", "doc",
+                    "examples", "benchmarks", "scripts", "etc"})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,14 @@ def _displaced(dist: Dist, coming: tuple[Dist, ...], tree: Tree) -> tuple[str, s
             return f"the same library as {other.shown}, for another CUDA", other.key
     for other in coming:
         common = dist.owns & other.owns
-        if common & tree.objects.keys() or (common and 2 * len(common) > len(dist.owns)):
+        if common & tree.objects.keys() or any(_is_package(path) for path in common):
             return f"owns the same files as {other.shown}", other.key
     return None
+
+
+def _is_package(path: str) -> bool:
+    top, _, rest = path.partition("/")
+    return rest == "__init__.py" and top not in COMMON
 
 
 def _packages(tree: Tree, dists: list[Dist]) -> frozenset[str]:

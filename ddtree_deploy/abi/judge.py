@@ -45,11 +45,15 @@ class Allowance:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the oracle says: evidence per check, tags, what moves, what goes, what was allowed, and the smallest set."""
+    """What the oracle says: evidence per check, tags, what moves, what goes, what was allowed, and the smallest set.
+
+    `moved` are normalised names; `removed` are `(name, version, why)` of the target's distributions whose files must go;
+    `allowed` are `(check, what, reason)` that were used.
+    """
 
     target: str
     moved: tuple[str, ...]
-    removed: tuple[tuple[str, str], ...]
+    removed: tuple[tuple[str, str, str], ...]
     evidence: tuple[Evidence, ...]
     tags: tuple[tags.TagRow, ...] = ()
     allowed: tuple[tuple[str, str, str], ...] = ()
@@ -110,7 +114,7 @@ def judge(
     if solve_set and any(item.level == BLOCK for item in evidence):
         solution = solve(source, target, moved, case.before, case.now)
     evidence, allowed = _apply(evidence, tuple(allow))
-    removed = tuple(sorted((item.dist.shown, item.why) for item in case.composition.removed))
+    removed = tuple(sorted((item.dist.name, item.dist.version, item.why) for item in case.composition.removed))
     return Verdict(
         target.name,
         tuple(sorted(dist.key for dist in case.composition.moved)),

@@ -50,7 +50,7 @@ def verdict_from_json(data: Mapping[str, Any]) -> Verdict:
     return Verdict(
         data["target"],
         tuple(data["moved"]),
-        tuple((row[0], row[1]) for row in data["removed"]),
+        tuple((row[0], row[1], row[2]) for row in data["removed"]),
         tuple(Evidence(**item) for item in data["evidence"]),
         tuple(TagRow(**row) for row in data["tags"]),
         tuple((row[0], row[1], row[2]) for row in data["allowed"]),

@@ -24,6 +24,7 @@ DT_RUNPATH, DT_GNU_HASH, DT_VERSYM, DT_VERDEF, DT_VERDEFNUM, DT_VERNEED, DT_VERN
     0x6FFFFFFE,
     0x6FFFFFFF,
 )
+DT_FLAGS_1, DF_1_PIE = 0x6FFFFFFB, 0x08000000
 STB_GLOBAL, STB_WEAK, STB_GNU_UNIQUE = 1, 2, 10
 STV_DEFAULT, STV_PROTECTED = 0, 3
 STT_TLS = 6
@@ -190,6 +191,8 @@ def _dynamic(facts, image):
     if not tags and not needed:
         facts["problems"].append("zero-filled: the dynamic section is empty")
         return
+    if tags.get(DT_FLAGS_1, 0) & DF_1_PIE:
+        facts["kind"] = "exec"  # position-independent executables are ET_DYN as well
     if DT_STRTAB not in tags:
         raise _Damaged("no string table")
     start = image.offset(tags[DT_STRTAB])

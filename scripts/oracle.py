@@ -1,0 +1,385 @@
+"""Try the ABI oracle on real wheels: what it predicts from facts alone, beside what `dlopen` does on the composed tree.
+
+`make oracle` runs this. It downloads about 14 GB of wheels, unpacks each once, and composes trees by hard links. Every cell
+asks: the distribution moved into a tree with that torch; does each of its shared objects load after `import torch`? One
+process a file (a fork of one that has imported torch), RTLD_NOW, a stub `libcuda.so.1` in LD_LIBRARY_PATH. See docs/oracle.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from ddtree_deploy import abi
+from ddtree_deploy.abi.closure import importable
+from ddtree_deploy.agent import abi_facts
+
+REPO = Path(__file__).resolve().parent.parent
+TORCHES = ("2.9.1", "2.11.0", "2.14.1")
+KERNELS = ("sgl-kernel==0.3.21", "sglang-kernel==0.4.2.post2", "sglang-kernel==0.4.10")
+OTHERS = (
+    "sgl-deep-gemm==0.1.0", "torchvision==0.24.1", "torchvision==0.26.0", "torchvision==0.29.1", "torchao==0.17.0",
+    "xformers==0.0.35", "torchaudio==2.9.1", "torchaudio==2.11.0", "vllm==0.21.0", "vllm==0.33.0",
+)  # fmt: skip
+PURE = (
+    "typing_extensions",
+    "filelock",
+    "sympy",
+    "mpmath",
+    "networkx",
+    "jinja2",
+    "markupsafe",
+    "fsspec",
+    "numpy",
+    "setuptools",
+)
+PLATFORMS = (
+    "manylinux1", "manylinux2010", "manylinux2014", "manylinux_2_17", "manylinux_2_18", "manylinux_2_24", "manylinux_2_25",
+    "manylinux_2_27", "manylinux_2_28", "manylinux_2_31", "manylinux_2_34", "manylinux_2_35", "linux",
+)  # fmt: skip
+FOLLOWED = re.compile(r"nvidia-|cuda-|triton$")
+PROBE = Path(__file__).with_name("oracle_probe.py")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One verdict beside the truth. `files` maps a path to (predicted loads, really loads, what happened)."""
+
+    tree: str
+    dist: str
+    files: dict[str, tuple[bool, bool, str]]
+    reasons: dict[str, str]
+
+    @property
+    def predicted(self) -> bool:
+        return all(row[0] for row in self.files.values())
+
+    @property
+    def real(self) -> bool:
+        return all(row[1] for row in self.files.values())
+
+    @property
+    def wrong(self) -> list[str]:
+        return [path for path, row in self.files.items() if row[0] != row[1]]
+
+
+class Bench:
+    """The directories of a run: `dists/NAME-VERSION`, `tree/`, `stub/`."""
+
+    def __init__(self, root: Path, python: str) -> None:
+        self.root, self.python = root, python
+        self.dists, self.tree, self.stub = root / "dists", root / "tree", root / "stub"
+        self.env = {
+            **os.environ,
+            "LD_LIBRARY_PATH": str(self.stub),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+
+    # --- wheels ------------------------------------------------------------------------------------------------
+
+    def fetch(self, requirement: str) -> Path:
+        """Download one wheel without its dependencies, unpack it, delete it; return its directory."""
+        mark = self.root / "wheels.json"
+        known: dict[str, str] = json.loads(mark.read_text()) if mark.exists() else {}
+        if requirement in known:
+            return self.dists / known[requirement]
+        with tempfile.TemporaryDirectory(dir=self.root) as scratch:
+            argv = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "-d", scratch]
+            argv += [
+                "--python-version",
+                "3.12",
+                "--implementation",
+                "cp",
+                "--abi",
+                "cp312",
+                "--abi",
+                "abi3",
+                "--abi",
+                "none",
+            ]
+            argv += [arg for name in PLATFORMS for arg in ("--platform", f"{name}_x86_64")]
+            subprocess.run([*argv, requirement], check=True)
+            wheel = next(Path(scratch).glob("*.whl"))
+            name = "-".join(wheel.name.split("-")[:2])
+            shutil.rmtree(self.dists / name, ignore_errors=True)
+            subprocess.run(["unzip", "-q", "-o", str(wheel), "-d", str(self.dists / name)], check=True)
+        for data in (self.dists / name).glob("*.data/*lib"):
+            subprocess.run(["cp", "-alf", f"{data}/.", str(self.dists / name)], check=True)
+        for archive in (self.dists / name).rglob("*.a"):
+            archive.unlink()  # static libraries: gigabytes that no loader looks at
+        mark.write_text(json.dumps({**known, requirement: name}, indent=0))
+        print(f"have {name}", flush=True)
+        return self.dists / name
+
+    def with_closure(self, requirement: str) -> list[Path]:
+        """Fetch torch and the CUDA libraries and Triton that its metadata pins."""
+        first = self.fetch(requirement)
+        out, todo = [first], list(_requirements(first, frozenset()))
+        while todo:
+            wanted = todo.pop(0)
+            directory = self.fetch(f"{wanted.name}{wanted.specifier}")
+            if directory not in out:
+                out.append(directory)
+            todo += _requirements(directory, frozenset(wanted.extras)) if wanted.extras else []
+        return out
+
+    # --- trees -------------------------------------------------------------------------------------------------
+
+    def compose(self, dists: Iterable[Path]) -> Path:
+        shutil.rmtree(self.tree, ignore_errors=True)
+        self.tree.mkdir(parents=True)
+        for dist in dists:
+            subprocess.run(["cp", "-alf", f"{dist}/.", str(self.tree)], check=True)
+        return self.tree
+
+    def facts(self, root: Path, sonames: Iterable[str] = ()) -> dict[str, object]:
+        env = {"LD_LIBRARY_PATH": str(self.stub)}
+        return abi_facts.collect(str(root), self.python, env, tuple(sonames))  # type: ignore[no-any-return]
+
+    def build_stub(self) -> None:
+        """Build a `libcuda.so.1` with every `cu*` function that any file here refers to; each returns 100 (no device)."""
+        names: set[str] = set()
+        for dist in sorted(self.dists.iterdir()):
+            for raw in abi_facts.tree(str(dist))["files"].values():
+                if "libcuda.so.1" in raw["needed"]:
+                    names.update(n for n in abi.model.unpack(raw["undefined"]) if re.fullmatch(r"cu[A-Z]\w*", n))
+        self.stub.mkdir(exist_ok=True)
+        source = self.stub / "cuda.c"
+        source.write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in sorted(names)))
+        argv = [
+            "gcc",
+            "-shared",
+            "-fPIC",
+            "-o",
+            str(self.stub / "libcuda.so.1"),
+            str(source),
+            "-Wl,-soname,libcuda.so.1",
+        ]
+        subprocess.run(argv, check=True)
+        print(f"stub libcuda.so.1 with {len(names)} functions", flush=True)
+
+    def truth(self, root: Path, paths: list[str]) -> dict[str, str]:
+        """Load each path in a process of its own after `import torch`; return `ok`, the loader's message, or a signal."""
+        argv = [self.python, "-I", "-B", str(PROBE), str(root)]
+        done = subprocess.run(
+            argv, input="\n".join(paths), env=self.env, capture_output=True, text=True, check=True, timeout=900
+        )
+        return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+
+
+def _requirements(dist: Path, extras: frozenset[str]) -> Iterator[Requirement]:
+    text = next(dist.glob("*.dist-info/METADATA")).read_text(encoding="utf-8").split("\n\n")[0]
+    environment = {
+        "python_version": "3.12",
+        "platform_system": "Linux",
+        "sys_platform": "linux",
+        "platform_machine": "x86_64",
+    }
+    for line in text.splitlines():
+        if line.startswith("Requires-Dist:"):
+            wanted = Requirement(line.partition(":")[2].strip())
+            asked = extras or {""}
+            if FOLLOWED.match(wanted.name) and (
+                wanted.marker is None or any(wanted.marker.evaluate({**environment, "extra": extra}) for extra in asked)
+            ):
+                yield wanted
+
+
+# --- the cells ------------------------------------------------------------------------------------------------------
+
+
+def matrix(bench: Bench, torch: str, dists: Iterable[str]) -> Iterator[Cell]:
+    """Predict and try every distribution moved into a clean tree of one torch."""
+    base = bench.with_closure(f"torch=={torch}") + [bench.fetch(name) for name in PURE]
+    sources = {name: abi.load(bench.facts(bench.fetch(name)), name) for name in dists}
+    root = bench.compose(base)
+    target = abi.load(bench.facts(root, abi.wanted(sources.values())), f"torch {torch}")
+    yield _cell(bench, f"torch {torch}", "torch", target, target.tree.objects, root)
+    for name, source in sources.items():
+        composition = abi.compose(source, target, {dist.key for dist in source.tree.dists})
+        added = _lay(bench.fetch(name), root)
+        paths = [path for path, origin in composition.origin.items() if origin == "source"]
+        yield _cell(bench, f"torch {torch}", name.replace("==", " "), composition.result, paths, root)
+        for path in added:
+            path.unlink()
+
+
+def _lay(dist: Path, root: Path) -> list[Path]:
+    """Hard-link a distribution over a tree; return what to take out again."""
+    added = []
+    for path in sorted(dist.rglob("*")):
+        place = root / path.relative_to(dist)
+        if path.is_dir() and not path.is_symlink():
+            place.mkdir(exist_ok=True)
+        elif not place.exists():
+            os.link(path, place, follow_symlinks=False)
+            added.append(place)
+    return added
+
+
+def _cell(bench: Bench, tree: str, dist: str, site: abi.Site, paths: Iterable[str], root: Path) -> Cell:
+    known = abi.closure(site)
+    names = [p for p in paths if importable(p, site.tree.objects[p], "cp312")]
+    if dist == "torch":
+        names = [p for p in names if p.startswith(("torch/", "nvidia/"))]
+    really = bench.truth(root, names)
+    files, reasons = {}, {}
+    for path in names:
+        # Death in a constructor came after everything was bound: the link held.
+        happened = really.get(path, "not tried")
+        files[path] = (known.loads(path), happened == "ok" or happened.startswith("signal"), happened)
+        missed = (*known.torch, *known.files.get(path, ()))
+        if missed:
+            reasons[path] = f"{missed[0].item}" + (f" (+{len(missed) - 1})" if len(missed) > 1 else "")
+    cell = Cell(tree, dist, files, reasons)
+    print(
+        f"{tree:<44} {dist:<28} {cell.predicted!s:<6} {cell.real!s:<6} {len(files):>3} files, wrong: {cell.wrong}",
+        flush=True,
+    )
+    return cell
+
+
+def accident(bench: Bench) -> Iterator[Cell]:
+    """Replay the story: cu130 torch, triton, nvidia and sgl_kernel laid over a cu128 tree, by copying over and after rm -rf."""
+    old = bench.with_closure("torch==2.9.1") + [bench.fetch("sgl-kernel==0.3.21")]
+    new = bench.with_closure("torch==2.11.0") + [bench.fetch("sglang-kernel==0.4.2.post2")]
+    pure = [bench.fetch(name) for name in PURE]
+    parts = ("torch", "triton", "nvidia", "sgl_kernel")
+    for name in ("clean", "merged", "replaced"):
+        root = bench.compose(pure + (new if name == "clean" else old))
+        if name != "clean":
+            for part in parts:
+                if name == "replaced":
+                    shutil.rmtree(root / part)
+                for dist in new:
+                    if (dist / part).is_dir():
+                        (root / part).mkdir(exist_ok=True)
+                        subprocess.run(["cp", "-alf", f"{dist / part}/.", str(root / part)], check=True)
+        site = abi.load(bench.facts(root), name)
+        groups: dict[str, list[str]] = {}
+        for path in site.tree.objects:
+            top = path.split("/")[0]
+            if top in ("torch", "sgl_kernel", "deep_gemm", "lib") or path.startswith("_mscclpp"):
+                groups.setdefault({"lib": "mscclpp"}.get(top, top.split(".")[0]), []).append(path)
+        for group, paths in sorted(groups.items()):
+            yield _cell(bench, f"{name} tree", group, site, paths, root)
+        verdict = abi.inspect(site)
+        blocks = sorted({item.check for item in verdict.blocks})
+        print(
+            f"{name}: inspect blocks {blocks}", *(f"  {item.text}" for item in verdict.blocks[:4]), sep="\n", flush=True
+        )
+
+
+# --- the report -----------------------------------------------------------------------------------------------------
+
+
+def report(cells: list[Cell], bench: Bench, seconds: float) -> str:
+    """Return docs/oracle.md."""
+    wheels = json.loads((bench.root / "wheels.json").read_text())
+    too_kind = [c for c in cells if any(c.files[p][0] and not c.files[p][1] for p in c.files)]
+    too_strict = [c for c in cells if any(not c.files[p][0] and c.files[p][1] for p in c.files)]
+    files = sum(len(c.files) for c in cells)
+    wrong = sum(len(c.wrong) for c in cells)
+    word = {True: "loads", False: "breaks"}
+    rows = []
+    for c in cells:
+        first = next(iter(c.reasons), None)
+        why = f"`{first}`: `{c.reasons[first]}`" if first else ""
+        ok = sum(row[1] for row in c.files.values())
+        agree = len(c.files) - len(c.wrong)
+        rows.append(
+            f"| {c.tree} | {c.dist} | {word[c.predicted]} | {word[c.real]} | {ok}/{len(c.files)} | {agree}/{len(c.files)} | {why} |"
+        )
+    odd = [f"* {c.tree}, {c.dist}, `{p}`: said {word[c.files[p][0]]}, {c.files[p][2]}" for c in cells for p in c.wrong]
+    died = sorted(
+        {
+            f"* {c.tree}, {c.dist}, `{p}`: {row[2]}"
+            for c in cells
+            for p, row in c.files.items()
+            if row[2].startswith("signal")
+        }
+    )
+    gcc = subprocess.run(["gcc", "-dumpfullversion"], capture_output=True, text=True, check=True).stdout.strip()
+    python = subprocess.run([bench.python, "-V"], capture_output=True, text=True, check=True).stdout.strip()
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    parts = [
+        "# The oracle beside the loader",
+        "",
+        f"Run on {date}: {python}, glibc {platform.libc_ver()[1]}, gcc {gcc}, Linux {platform.machine()}, no GPU, {seconds / 60:.0f} minutes.",
+        "",
+        "What is compared: for every cell the distribution is moved, on paper, into a tree with that torch",
+        "(`abi.compose` on facts gathered from each separately), and the closure says for each shared object whether it",
+        "loads. Then the tree is really composed and each file is really loaded: `import torch`, then `dlopen` with RTLD_NOW,",
+        "one process a file, a stub `libcuda.so.1` that exports every `cu*` function in use and answers 'no device'. The three",
+        "trees of the accident are read from disk as they are. A cell loads when all of its files do; files for other",
+        "interpreters are left out. A file that dies in a constructor had been bound by then, so the link held; these are listed.",
+        "",
+        f"**{len(cells)} cells, {files} files: {len(too_kind)} cells where the oracle says that a file loads and it does not,",
+        f"{len(too_strict)} the other way; {files - wrong} of {files} files agree.**",
+        "",
+        "| tree | distribution | oracle | dlopen | files that load | agree | the oracle's first reason |",
+        "|---|---|---|---|---|---|---|",
+        *rows,
+        "",
+        "## Disagreements",
+        "",
+        *(odd or ["None."]),
+        "",
+        "## Bound, then died in a constructor",
+        "",
+        *(died or ["None."]),
+        "",
+        "## Repeat it",
+        "",
+        "`make oracle` (or `python scripts/oracle.py --root DIR --python python3.12 --report docs/oracle.md`): about 20 GB in DIR,",
+        "which is deleted afterwards unless `--keep` is given. It needs gcc, unzip, pip and a Python 3.12. Versions:",
+        "",
+        *sorted(f"* `{name}`" for name in set(wheels.values())),
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=Path(tempfile.gettempdir()) / "ddtree-oracle")
+    parser.add_argument("--python", default=shutil.which("python3.12") or "python3.12")
+    parser.add_argument("--report", type=Path, default=REPO / "docs" / "oracle.md")
+    parser.add_argument("--keep", action="store_true", help="keep the unpacked wheels for the next run")
+    options = parser.parse_args()
+    started = time.monotonic()
+    bench = Bench(options.root, options.python)
+    bench.dists.mkdir(parents=True, exist_ok=True)
+    for name in (*KERNELS, *OTHERS, *PURE):
+        bench.fetch(name)
+    for torch in TORCHES:
+        bench.with_closure(f"torch=={torch}")
+    bench.build_stub()
+    cells = [cell for torch in TORCHES for cell in matrix(bench, torch, (*KERNELS, *OTHERS))]
+    cells += accident(bench)
+    options.report.write_text(report(cells, bench, time.monotonic() - started), encoding="utf-8")
+    shutil.rmtree(bench.tree, ignore_errors=True)
+    if not options.keep:
+        shutil.rmtree(options.root)
+    too_kind = sum(row[0] and not row[1] for cell in cells for row in cell.files.values())
+    print(f"{len(cells)} cells, {too_kind} files said to load that do not")
+    return 1 if too_kind else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
