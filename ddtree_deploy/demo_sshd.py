@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
+import os
+import pwd
 import shutil
 import socket
 import subprocess
@@ -42,6 +43,11 @@ def make_key(path: Path, kind: str = "ed25519") -> Path:
     return path
 
 
+def _user() -> str:
+    # Not $USER, which `su` and containers leave stale.
+    return pwd.getpwuid(os.getuid()).pw_name
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -56,7 +62,7 @@ def sshd_config(port: int, keys: Sequence[Path], authorized: Path, address: str 
         *(f"HostKey {key}" for key in keys),
         f"AuthorizedKeysFile {authorized}",
         "AuthenticationMethods publickey",
-        f"AllowUsers {getpass.getuser()}",
+        f"AllowUsers {_user()}",
         "PermitRootLogin prohibit-password",
         # The keys lie in a directory of ours, whose parents may be writable by a group.
         "StrictModes no",
@@ -72,7 +78,7 @@ def client_config(port: int, aliases: Sequence[str], identity: Path, known_hosts
     return f"""Host {" ".join(aliases)}
     HostName {host}
     Port {port}
-    User {getpass.getuser()}
+    User {_user()}
     IdentityFile {identity}
     IdentitiesOnly yes
     IdentityAgent none
