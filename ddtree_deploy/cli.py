@@ -70,7 +70,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files may be any bytes
     try:
-        sys.exit(build()(standalone_mode=False) or 0)
+        sys.exit(build()(prog_name="ddtree-deploy", standalone_mode=False) or 0)
     except typer.TyperException as problem:
         sys.exit(_usage(problem, sys.argv[1:]))
     except BrokenPipeError:

@@ -14,8 +14,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "exit-codes.md"
 HEAD = """# Exit codes
 
 Made from the error classes by `scripts/exit_codes.py`; a test keeps it fresh. A code that is not listed means failure.
-With `--json` the last line of a failed command is an object with `"type": "error"`, `code`, `kind`, `message`, `causes`, `mend`
-and `log`; `kind` is finer than the code.
+With `--json` the last line of a failed command is an object with `"type": "error"`, `code`, `kind`, `message`,
+`causes`, `mend` and `log`; `kind` is finer than the code.
 
 | code | when |
 |---|---|
@@ -25,7 +25,7 @@ and `log`; `kind` is finer than the code.
 | 130, 143 | stopped by SIGINT, by SIGTERM; the message names the step, the host's journal is consistent |
 | 141 | who read our output went away (`\\| head`); nothing is printed |
 
-17 and 18 are what a script must tell apart: after 17 the old generation serves, after 18 somebody must look at the host.
+A script must tell 17 from 18: after 17 the old generation serves, after 18 somebody must look at the host.
 
 | code | kind | what it means | what to do, unless the error itself says better |
 |---|---|---|---|

@@ -136,7 +136,7 @@ def generations_prune(
     Never the live one, the one before it, or one in use.
     """
     from ddtree_deploy.config import load
-    from ddtree_deploy.errors import Interrupted
+    from ddtree_deploy.errors import UsageProblem
     from ddtree_deploy.generations import prune_generations
     from ddtree_deploy.render.words import plural
 
@@ -145,7 +145,7 @@ def generations_prune(
     doomed = prune_generations(where, keep, True, ui.emit)
     if doomed and not dry_run:
         if not ui.confirm(f"delete {plural(len(doomed), 'generation')} on `{name}`?", yes):
-            raise Interrupted("not confirmed, nothing was deleted")
+            raise UsageProblem("nothing was deleted: not confirmed", mend="answer `y`, or add `-y`")
         doomed = prune_generations(where, keep, False, ui.emit)
     numbers = ", ".join(str(info) for info in doomed)
     ui.document("generations-prune", {"dry_run": dry_run, "generations": doomed})
@@ -165,14 +165,14 @@ def generations_release(
 
     The live tree becomes its site-packages, the others are deleted.
     """
-    from ddtree_deploy.errors import Interrupted
+    from ddtree_deploy.errors import UsageProblem
     from ddtree_deploy.generations import release
 
     where = flags.host(name, venv, transport, accept_new_host_key)
     live = release(where, True, ui.emit)
     if not dry_run:
         if not ui.confirm(f"delete all generations of `{name}` but {live}?", yes):
-            raise Interrupted("not confirmed, nothing was changed")
+            raise UsageProblem("nothing was changed: not confirmed", mend="answer `y`, or add `-y`")
         release(where, False, ui.emit)
     ui.document("generations-release", {"dry_run": dry_run, "generation": live})
     ui.data(f"{name}: {'would be' if dry_run else 'is'} an ordinary venv again, with what generation {live} holds")

@@ -75,7 +75,12 @@ def push(
     only: flags.Only = None,
     with_: flags.With = None,
     verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Try the imports there (hashes and syntax are always proved).", rich_help_panel=SWITCH)
+        bool,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Try the imports there (hashes and syntax are always proved).",
+            rich_help_panel=SWITCH,
+        ),
     ] = True,
     files: flags.Files = False,
     create: Annotated[

@@ -130,7 +130,7 @@ def cache_prune(
     yes: flags.Yes = False,
 ) -> None:
     """Delete objects that no snapshot needs."""
-    from ddtree_deploy.errors import Interrupted
+    from ddtree_deploy.errors import UsageProblem
     from ddtree_deploy.render.words import plural, size
     from ddtree_deploy.store import Store
 
@@ -140,7 +140,7 @@ def cache_prune(
     if not dry_run and not nothing:
         forgotten = f"{plural(len(planned.snapshots), 'snapshot')} and " if planned.snapshots else ""
         if not ui.confirm(f"delete {forgotten}{plural(planned.objects, 'object')} ({size(planned.bytes)})?", yes):
-            raise Interrupted("not confirmed, nothing was deleted")
+            raise UsageProblem("nothing was deleted: not confirmed", mend="answer `y`, or add `-y`")
         planned = store.prune(keep)
     verb = "would delete" if dry_run else "deleted"
     ui.document(

@@ -65,7 +65,7 @@ class Ui:
             highlight=False,
             soft_wrap=True,
             force_terminal=True if forced else None,
-            no_color=True if forced is False else None,
+            no_color=None if forced is None else not forced,
         )
 
     def _styled(self, file: TextIO) -> bool:

@@ -53,8 +53,8 @@ def run(*argv: str, env: dict[str, str] | None = None, cwd: Path | None = None, 
 
 def settled(text: str) -> str:
     """Replace what differs from run to run: temporary paths, identities, times, rates."""
-    text = re.sub(r"/\S*/pytest-of-\w+/pytest-\d+/(popen-gw\d+/)?\w+/", "TMP/", text)
     text = re.sub(r"/\S+\.jsonl", "LOG", text)
+    text = re.sub(r"/\S*/pytest-of-\w+/pytest-\d+/(popen-gw\d+/)?\w+/", "TMP/", text)
     text = re.sub(r"\b[0-9a-f]{64}\b", "SHA256", text)
     text = re.sub(r"snapshot [0-9a-f]{7}\b", "snapshot ID", text)
     return re.sub(r"\b\d+(\.\d)? s\b", "N s", text)

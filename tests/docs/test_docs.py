@@ -51,9 +51,8 @@ def test_every_help_ends_with_two_examples_or_more() -> None:
 
 
 def test_the_page_of_exit_codes_is_what_the_classes_say() -> None:
-    done = subprocess.run(
-        [sys.executable, "scripts/exit_codes.py", "--check"], cwd=ROOT, capture_output=True, text=True
-    )
+    argv = [sys.executable, "scripts/exit_codes.py", "--check"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
