@@ -28,7 +28,8 @@ def python(case: Case) -> Iterator[Evidence]:
     tag = theirs.python_tag
     if tag is None:
         reason = theirs.get("python", "error")
-        yield Evidence("K7", WARN, "python", f"the interpreter of {case.target.name} did not answer" + (f": {reason}" if reason else ""))
+        if reason:
+            yield Evidence("K7", WARN, "python", f"the interpreter of {case.target.name} did not answer: {reason}")
         return
     if bool(ours.get("python", "free_threaded")) != bool(theirs.get("python", "free_threaded")) and ours.raw:
         yield Evidence("K7", BLOCK, "python", "one interpreter is free-threaded, the other is not; extension modules differ")
