@@ -1,0 +1,46 @@
+"""A controller that is killed: run an effect of the product, SIGKILL at a change to a file or at an event it tells.
+
+`python -m tests.faults.controller CONFIG` (JSON: `act`, `venv`, `home`, `snapshot`, `python`, `killer`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from ddtree_deploy.events import Event, Progress
+from ddtree_deploy.snapshot import take
+from ddtree_deploy.store import Store
+from tests.fixtures.world import World, local
+
+
+def _emit(event: Event) -> None:
+    if not isinstance(event, Progress):
+        sys.audit("tests.emit", type(event).__name__)
+
+
+def main() -> None:
+    config = json.loads(Path(sys.argv[1]).read_text())
+    store = Store.open(Path(config["home"]))
+    world = World(Path(), store, Path(), Path(config["venv"]), config["snapshot"])
+    host = local(config["venv"], python=config["python"])
+    sys.dont_write_bytecode = True
+    if config["killer"]:
+        text = Path(__file__).with_name("killer.py").read_text()
+        names = {"ROLE": "controller", "CONFIG": config["killer"], "WRAPPER": ""}
+        exec(compile(text, "killer", "exec"), names)
+    if config["act"] == "push":
+        world.push(host=host, emit=_emit)
+    elif config["act"] == "rollback":
+        world.rollback(host=host, emit=_emit)
+    elif config["act"] == "snapshot":
+        print(take(host, store, probe=False, label=config.get("label", ""), emit=_emit).ref.id)
+    elif config["act"] == "prune":
+        store.prune(1)
+    else:
+        raise SystemExit(f"unknown act {config['act']}")
+
+
+if __name__ == "__main__":
+    main()
