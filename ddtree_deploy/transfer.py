@@ -85,12 +85,19 @@ def push(
             if seen.same:
                 return _already(host, snapshot_id, seen.fields, clock)
             plan, base = _plan(session, store, snapshot_id, _loaded(store, snapshot_id), options, seen)
-        if plan.empty and plan.base_generation is not None:
+        if plan.empty and plan.base_generation is not None and not seen.fields["unfinished"]:
             return _already(host, snapshot_id, seen.fields, clock)
-        _refuse_blocks(plan)
-        if not approve(plan):
-            raise UsageProblem("nothing was changed: the plan was not approved")
+        _approved(plan, approve)
         work = _Push(host, store, session, plan, options, clock, emit)
+        if work.begin():
+            # An earlier run was brought to its end, which moved stamps, and may have moved the live link: look again.
+            seen = survey(session, store)
+            work.plan, base = _plan(session, store, snapshot_id, _loaded(store, snapshot_id), options, seen)
+            if work.plan.base != plan.base:
+                plan = work.plan
+                if plan.empty and plan.base_generation is not None:
+                    return _already(host, snapshot_id, seen.fields, clock)
+                _approved(plan, approve)
         work.stage(seen, base)
         work.prove(store.proof(snapshot_id))
         tx, generation, previous = work.switch()
@@ -196,6 +203,12 @@ def _uses(session: Session, live: int | None) -> tuple[Use, ...]:
     return tuple(Use(row["pid"], row["command"], row["how"], live) for row in rows)
 
 
+def _approved(plan: Plan, approve: Callable[[Plan], bool]) -> None:
+    _refuse_blocks(plan)
+    if not approve(plan):
+        raise UsageProblem("nothing was changed: the plan was not approved")
+
+
 def _refuse_blocks(plan: Plan) -> None:
     for check in plan.blocks:
         error = NoSpace if check.id == "K12-space" else Incompatible
@@ -228,18 +241,23 @@ class _Push:
     def step(self, what: str) -> None:
         self.emit(Step(self.host.name, what))
 
+    def begin(self) -> bool:
+        """Take the host's lock; tell whether unfinished work of an earlier run was there."""
+        with self.clock("stage"):
+            begun = self.ask(
+                "begin", venv=self.host.venv, who=f"{getpass.getuser()}@{platform.node()}", what="push", snapshot=self.plan.snapshot,
+                lock_wait=self.options.lock_wait, keep_generations=self.options.keep_generations,
+            ).fields  # fmt: skip
+        if begun["recovered"]:
+            self.emit(Note(self.host.name, begun["recovered"], "warn"))
+        return bool(begun["stirred"])
+
     def stage(self, seen: Survey, base: Survey | None) -> None:
-        """Begin, send what is missing, build the tree."""
+        """Send what is missing, build the tree."""
         plan = self.plan
         rows = [[e.path, e.kind, e.mode, e.size, e.digest] for e in plan.result.files]
         result = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
         with self.clock("stage"):
-            begun = self.ask(
-                "begin", venv=self.host.venv, who=f"{getpass.getuser()}@{platform.node()}", what="push", snapshot=plan.snapshot,
-                lock_wait=self.options.lock_wait, keep_generations=self.options.keep_generations,
-            ).fields  # fmt: skip
-            if begun.get("recovered"):
-                self.emit(Note(self.host.name, begun["recovered"], "warn"))
             info = {
                 "snapshot": plan.snapshot, "asked": _asked(plan.snapshot, self.options), "result": result, "files": len(rows),
                 "bytes": plan.result.bytes, "packages": [[d.name, d.shown_version] for d in plan.result.distributions],

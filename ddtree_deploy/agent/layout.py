@@ -69,6 +69,10 @@ class Layout:
     def write_info(self, number, info):
         durable.write_json(os.path.join(self.directory(number), "generation.json"), info)
 
+    def disown(self, number):
+        """Take a generation's record away: without it, it is rubbish that the next push clears."""
+        remove(os.path.join(self.directory(number), "generation.json"))
+
     def next_number(self):
         try:
             names = os.listdir(self.generations)
@@ -157,6 +161,9 @@ def site_relative(venv):
             for name in os.listdir(base)
             if re.fullmatch(r"python3\.\d+t?", name) and os.path.lexists(os.path.join(base, name, "site-packages"))
         )
+        if not found and os.path.isdir(os.path.join(venv, ".ddtree", "generations", "0", "site-packages")):
+            # An adoption by two renames was cut between them (switch.mend_gap).
+            found = sorted("lib/%s/site-packages" % name for name in os.listdir(base) if re.fullmatch(r"python3\.\d+t?", name))
     except OSError:
         found = []
     if len(found) != 1:

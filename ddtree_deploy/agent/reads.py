@@ -26,6 +26,8 @@ def hello():
 
 def _root(found):
     live = found.live()
+    if live is None and not os.path.lexists(found.site):
+        return found.tree(0)  # an adoption was cut in its gap; the next push mends it
     return found.site if live is None else found.tree(live)
 
 
@@ -47,10 +49,11 @@ def scan(session, header, _value):
     index = None if live is None else layout.Index.load(os.path.join(found.directory(live), "index"))
     info = (found.info(live) if live is not None else None) or {}
     vouched = [None if index is None else index.digest(entry) for entry in entries]
-    clean = index is not None and bool(info.get("result")) and _clean(entries, vouched, index)
+    unfinished = locks.journal_state(found)
+    clean = index is not None and bool(info.get("result")) and not unfinished and _clean(entries, vouched, index)
     common = {
         "venv": found.venv, "site": found.site_relative, "generation": live, "fingerprint": walk.fingerprint(entries),
-        "now_ns": now_ns, "info": info, "space": facts.space(found.venv), "clean": clean,
+        "now_ns": now_ns, "info": info, "space": facts.space(found.venv), "clean": clean, "unfinished": unfinished,
         "writable": os.access(found.venv, os.W_OK) and os.access(os.path.dirname(found.site), os.W_OK),
     }
     if clean and header.get("unless") and info.get("asked") == header["unless"]:

@@ -8,6 +8,7 @@ connection or the guardian, has decided, and both then carry the same decision o
 import errno
 import json
 import os
+import re
 import time
 
 from ddtree_deploy.agent import durable, layout, locks, scripts
@@ -113,14 +114,14 @@ def settle(found, python):
     if not decision:
         return None
     verdict = outcome(found, journal["tx"]) or decision["verdict"]
-    if verdict == "reverted" and found.live() not in (journal["previous"], None):
-        flip(found, journal["previous"], python)
+    mend_gap(found)
+    if verdict == "reverted" and found.live() is not None:
+        flip(found, journal["previous"], python)  # also when the link is right: a cut may have left the scripts behind
     if outcome(found, journal["tx"]) is None:
         event = {key: journal.get(key) for key in ("tx", "generation", "previous", "snapshot", "who", "what")}
         log(found, event=verdict, reason=decision.get("reason", ""), **event)
     if verdict == "reverted" and journal.get("what") == "push" and found.live() != journal["generation"]:
-        # Without its record it is rubbish, which the next push clears.
-        layout.remove(os.path.join(found.directory(journal["generation"]), "generation.json"))
+        found.disown(journal["generation"])
     layout.remove(found.journal)
     layout.remove(_decision(found, journal["tx"]))
     durable.sync_directory(found.state)
@@ -165,10 +166,18 @@ def recover(found, python):
     elif journal:
         done = "cleared a push that ended in state `%s`" % journal.get("state")
         log(found, event="cleared", state=journal.get("state"), tx=journal.get("tx"), who=journal.get("who"))
+        if journal.get("state") == "proved" and journal.get("what") == "push":
+            found.disown(journal["generation"])  # complete, but it never was live
         layout.remove(found.journal)
-    for path in found.partials():
+    if found.live() is None and os.path.islink(found.tree(0)):
+        layout.remove(found.directory(0))  # the link that an adoption was about to exchange
+    for path in [*found.partials(), *_left_over(found)]:
         layout.remove(path)
-    for name in os.listdir(found.state):
-        if name.startswith("decision-"):
-            layout.remove(os.path.join(found.state, name))
     return done
+
+
+def _left_over(found):
+    """Return the temporary files of runs that died, and decisions about switches that are settled."""
+    names = [(found.state, r"\.tmp-|decision-"), (os.path.dirname(found.site), r"\.tmp-link-"), (os.path.join(found.venv, "bin"), r".*\.ddtree-\d+$")]
+    names += [(found.directory(number), r"\.tmp-") for number in found.numbers()]
+    return [os.path.join(at, name) for at, pattern in names for name in os.listdir(at) if re.match(pattern, name)]

@@ -44,6 +44,7 @@ def after_confirmation(found, keep):
 
     try:
         if not wanted():
+            layout.remove(found.incoming)
             prune(found, keep, found.live())
         if not wanted():
             separate(found, wanted)

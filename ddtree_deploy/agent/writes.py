@@ -62,12 +62,13 @@ def begin(session, header, _value):
     push = Push(found, lock_fd, tidy.wait_until_still(found), who)
     session.push = push
     push.keep_generations = int(header.get("keep_generations", 3))
+    stirred = bool(found.partials()) or os.path.exists(found.journal)
     recovered = switch.recover(found, push.python)
     push.journal = switch.write_journal(found, {
         "tx": push.tx, "state": "receiving", "who": who["who"], "what": who["what"], "snapshot": who["snapshot"], "pid": os.getpid(),
         "previous": found.live() or 0,
     })
-    return {"tx": push.tx, "generation": found.live(), "recovered": recovered}
+    return {"tx": push.tx, "generation": found.live(), "recovered": recovered, "stirred": stirred}
 
 
 def stage_request(session, header, value):
@@ -291,6 +292,8 @@ def close(session):
         return
     try:
         if not push.switched:
+            if push.index is not None:
+                push.found.disown(push.number)
             stage.discard(push.found, everything=not push.keep_incoming)
             layout.remove(push.found.journal)
         elif push.found.live() == push.number or push.index is None:
