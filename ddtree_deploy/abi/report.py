@@ -10,6 +10,7 @@ from ddtree_deploy.abi.case import BLOCK, NOTE, Evidence
 from ddtree_deploy.abi.judge import Verdict
 from ddtree_deploy.abi.solver import Solution, Step
 from ddtree_deploy.abi.tags import TagRow
+from ddtree_deploy.models import Check
 
 SCHEMA = 1
 
@@ -58,6 +59,22 @@ def verdict_from_json(data: Mapping[str, Any]) -> Verdict:
         if solution is None
         else Solution(tuple(solution["asked"]), tuple(Step(**step) for step in solution["steps"]), tuple(solution["unsolved"])),
     )
+
+
+def gpu_checks(answer: Mapping[str, Any]) -> tuple[Check, ...]:
+    """Turn what `agent.gpu_probe.probe` answered into one row per operation; a failure on any GPU blocks."""
+    if answer.get("skipped"):
+        return (Check("gpu", "ok", f"skipped: {answer['skipped']}"),)
+    names = {gpu["index"]: gpu["name"] for gpu in answer["gpus"]}
+    out = []
+    for op in dict.fromkeys(row["op"] for row in answer["rows"]):
+        rows = [row for row in answer["rows"] if row["op"] == op]
+        bad = tuple(f"GPU {row['gpu']} ({names.get(row['gpu'], '?')}): {row['error']}" for row in rows if not row["ok"])
+        skipped = next((row["skipped"] for row in rows if row["skipped"]), "")
+        good = sum(row["ok"] and not row["skipped"] for row in rows)
+        text = f"{op}: skipped: {skipped}" if skipped else f"{op}: {good} of {len(rows)} GPUs"
+        out.append(Check("gpu", "block" if bad else "ok", text, bad))
+    return tuple(out)
 
 
 def lines(verdict: Verdict, notes: bool = False) -> Iterator[str]:

@@ -125,9 +125,7 @@ def _each(root, python, env, scratch, timeout, index):
 def _run(root, python, env, cache, timeout, program):
     """Run a program in a group of its own; return (what went wrong or "", output). A signal is a failure like any other."""
     env = dict(env, TRITON_CACHE_DIR=cache, TORCHINDUCTOR_CACHE_DIR=cache, PYTHONDONTWRITEBYTECODE="1")
-    argv = [python, "-B", "-s", "-P", "-c", program, root]
-    if not _has_safe_path(python):
-        argv.remove("-P")
+    argv = [python, "-B", "-c", program, root]
     try:
         child = subprocess.Popen(
             argv, env=env, cwd=cache, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -146,12 +144,3 @@ def _run(root, python, env, cache, timeout, program):
         lines = [line for line in errors.decode("utf-8", "replace").splitlines() if line.strip()]
         return (lines[-1] if lines else "exit %d" % child.returncode)[:500], ""
     return "", output.decode("utf-8", "replace")
-
-
-def _has_safe_path(python):
-    argv = [python, "-I", "-S", "-c", "import sys; print(sys.version_info >= (3, 11))"]
-    try:
-        done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=30, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return done.stdout.strip() == b"True"
