@@ -195,6 +195,14 @@ def classify(pins: Pinned, digests: Mapping[str, str | None]) -> Check:
     return Check(pins.version, pins.overlay_id, tuple(files))
 
 
+def recognise(version: str, digests: Mapping[str, str]) -> Check:
+    """Say what a host or a snapshot carries, from the sha256 of its files by path relative to site-packages.
+
+    Raises UnknownVersion for a version without edited files.
+    """
+    return classify(_overlay(version), {path: digests.get(path) for path in _overlay(version).built})
+
+
 def apply(site: Path, version: str | None = None) -> Change:
     """Write the patched files into a stock site; into a patched one, write nothing. Raises as `build` does."""
     version = version or installed_version(site)
