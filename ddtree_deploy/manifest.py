@@ -76,7 +76,7 @@ def decode(data: bytes, *, expect: str | None = None) -> Manifest:
             ),
             facts=dict(document["facts"]),
         )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (HostilePath, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise IntegrityFailure("a malformed manifest", causes=(f"{type(error).__name__}: {error}",)) from error
 
 

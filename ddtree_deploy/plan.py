@@ -97,7 +97,8 @@ def _compose(snapshot: Manifest, target: Inventory, moved: frozenset[str], *, wh
     incoming = [index for index, dist in enumerate(snapshot.distributions) if dist.name in moved]
     packages = {name for index in incoming for name in snapshot.distributions[index].packages}
     names = {canonicalize_name(snapshot.distributions[index].name) for index in incoming}
-    owned = [e for e in snapshot.files if e.owner in set(incoming)]
+    indexes = set(incoming)
+    owned = [e for e in snapshot.files if e.owner in indexes]
     libraries = {e.path for e in owned if ".so" in e.path}
     replaced = _replaced(target, names, packages, libraries)
 
@@ -111,7 +112,11 @@ def _compose(snapshot: Manifest, target: Inventory, moved: frozenset[str], *, wh
             continue
         renumber[index] = len(distributions)
         distributions.append(dist)
+    brought = [e for e in snapshot.files if e.owner in indexes or (e.owner < 0 and (whole or travels(e, packages)))]
+    directories = _parents(brought)
     for entry in target.files:
+        if entry.path in directories:
+            continue  # a file or link where the snapshot brings a directory
         if entry.owner in renumber:
             files[entry.path] = entry._replace(owner=renumber[entry.owner])
         elif entry.owner < 0 and not (entry.path.partition("/")[0] in gone_packages and "/" in entry.path):
@@ -120,11 +125,8 @@ def _compose(snapshot: Manifest, target: Inventory, moved: frozenset[str], *, wh
     for index in incoming:
         renumber[index] = len(distributions)
         distributions.append(snapshot.distributions[index])
-    for entry in snapshot.files:
-        if entry.owner in renumber:
-            files[entry.path] = entry._replace(owner=renumber[entry.owner])
-        elif entry.owner < 0 and (whole or travels(entry, packages)):
-            files[entry.path] = entry
+    for entry in brought:
+        files[entry.path] = entry._replace(owner=renumber[entry.owner]) if entry.owner >= 0 else entry
     return _Merged(tuple(distributions), tuple(sorted(_without_shadowed(files))), replaced)
 
 
@@ -140,6 +142,17 @@ def _replaced(target: Inventory, names: set[str], packages: set[str], libraries:
             out[dist.name] = f"owns `{common[0]}`, which the snapshot brings"
         elif index in shared:
             out[dist.name] = f"owns `{shared[index]}`, which the snapshot brings"
+    return out
+
+
+def _parents(entries: Sequence[FileEntry]) -> set[str]:
+    """Return the directories that entries lie in, at any depth."""
+    out: set[str] = set()
+    for entry in entries:
+        at = entry.path.rpartition("/")[0]
+        while at and at not in out:
+            out.add(at)
+            at = at.rpartition("/")[0]
     return out
 
 
