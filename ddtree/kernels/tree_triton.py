@@ -1,12 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 """Build the trees of a batch in one Triton launch, one program a request: the order of ddtree/tree.py, bit for bit.
 
-Best-first search needs one minimum a node. Every node keeps one candidate, its best child not yet taken, as one int64
-
-    cost (31 bits) | depth (5) | parent (13) | rank (13)
-
-whose order is the order of nodes. All candidates live in registers; a step takes the minimum, adds a precomputed number
-to turn it into the parent's next child, and puts the new node's first child into the new node's place.
+Best-first search needs one minimum a node. Every node keeps one candidate, its best child not yet taken, as two int32:
+its cost, and what breaks ties, depth (5 bits), parent (13), rank (13). All candidates live in registers. A step takes
+the least cost (one `redux` a warp), among equals the least tie-breaker, turns that candidate into the parent's next
+child by a precomputed difference, and puts the new node's first child into the new node's place.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ try:
 except ImportError:
     triton = None
 
-# Bits of the key, low to high: rank, parent, depth, cost.
+# Parents have 13 bits.
 MAX_NODES = 1 << 13
 
 if triton is not None:
@@ -34,8 +32,7 @@ if triton is not None:
         exact = log_prob.to(tl.float32).to(tl.float64) * (-1.0 * ONE_NAT)
         cost = (exact + magic) - magic
         possible = cost <= MAX_EDGE  # false for NaN too
-        cost = tl.where(possible, tl.maximum(cost, 0.0), 0.0).to(tl.int64)
-        return tl.where(possible, cost, 1 << 31)
+        return tl.where(possible, tl.maximum(cost, 0.0), 2147483647.0).to(tl.int32)
 
     # Sizes that vary by request must not make a new kernel each.
     @triton.jit(do_not_specialize=["limit", "budget", "K"])
@@ -43,9 +40,9 @@ if triton is not None:
         logp_ptr,  # [bs, L, K]
         ids_ptr,  # [bs, L, K] int64
         root_ptr,  # [bs] int64
-        step_ptr,  # [bs, L, K] int64 scratch: what turns a candidate into its next sibling
-        first_ptr,  # [bs, 32] int64 scratch: the first candidate of each depth
-        key_ptr,  # [bs, n] int64 scratch
+        step_ptr,  # [bs, L, K] int32 scratch: from the cost of a candidate to that of its next sibling
+        first_ptr,  # [bs, 32] int32 scratch: the cost of the best token of each position
+        key_ptr,  # [bs, n] int64 scratch: the nodes in order, cost << 31 | depth << 26 | parent << 13 | rank
         tokens_ptr,  # [bs, n] int64 and so on: the TreeBatch
         parents_ptr,
         depths_ptr,
@@ -71,40 +68,43 @@ if triton is not None:
         step_ptr += request * limit * K
         first_ptr += request * 32
         key_ptr += request * n
-        dead = tl.full((), 1 << 62, tl.int64)
+        none: tl.constexpr = 2147483647
+        dead = tl.full((), none, tl.int32)
 
         rank = tl.arange(0, K_BLOCK)
         for above in range(limit):
             row = logp_ptr + above * stride_depth
             here = _edge_cost(tl.load(row + rank, mask=rank < K, other=float("-inf")), ONE_NAT, MAX_EDGE)
             after = _edge_cost(tl.load(row + rank + 1, mask=rank + 1 < K, other=float("-inf")), ONE_NAT, MAX_EDGE)
-            turn = tl.where(after < (1 << 31), ((after - here) << 31) + 1, dead)
-            tl.store(step_ptr + above * K + rank, turn, mask=rank < K)
-            start = tl.where(here < (1 << 31), (here << 31) + ((above + 1) << 26), dead)
-            tl.store(first_ptr + above + rank, start, mask=rank == 0)
+            tl.store(step_ptr + above * K + rank, tl.where(after == none, none, after - here), mask=rank < K)
+            tl.store(first_ptr + above + rank, here, mask=rank == 0)
         # A child of the deepest nodes does not exist.
         tl.store(first_ptr + limit, dead)
         tl.debug_barrier()
 
         slot = tl.arange(0, SLOTS)
-        frontier = tl.where(slot == 0, tl.load(first_ptr), dead)
+        cost = tl.where(slot == 0, tl.load(first_ptr), none)
+        tie = tl.full((SLOTS,), 1 << 26, tl.int32)
         for number in range(1, budget + 1):
-            best = tl.min(frontier, axis=0)
-            tl.store(key_ptr + number, best)
-            alive = best < dead
-            parent = (best >> 13) & 0x1FFF
-            level = (best >> 26) & 31
-            step = tl.load(step_ptr + (level - 1) * K + (best & 0x1FFF), mask=alive, other=0)
-            first = tl.load(first_ptr + level, mask=alive, other=0)
-            child = ((best >> 31) << 31) + first + (number << 13)
-            frontier = tl.where((slot == parent) & alive, best + step, frontier)
-            frontier = tl.where((slot == number) & alive, tl.minimum(child, dead), frontier)
+            least = tl.min(cost, axis=0)
+            best = tl.min(tl.where(cost == least, tie, none), axis=0)
+            tl.store(key_ptr + number, (least.to(tl.int64) << 31) | best.to(tl.int64))
+            alive = least < none
+            level = best >> 26
+            step = tl.load(step_ptr + (level - 1) * K + (best & 0x1FFF), mask=alive, other=none)
+            first = tl.load(first_ptr + level, mask=alive, other=none)
+            own = (slot == ((best >> 13) & 0x1FFF)) & alive
+            cost = tl.where(own, tl.where(step == none, none, least + step), cost)
+            tie = tl.where(own, best + 1, tie)
+            new = slot == number
+            cost = tl.where(new, tl.where(first == none, none, least + first), cost)
+            tie = tl.where(new, ((level + 1) << 26) | (number << 13), tie)
         tl.debug_barrier()
 
         node = tl.arange(0, N_BLOCK)
         inner = (node > 0) & (node < n)
         key = tl.load(key_ptr + node, mask=inner, other=0)
-        live = inner & (key < dead)
+        live = inner & ((key >> 31) < none)
         depth = (key >> 26) & 31
         root = tl.load(root_ptr + request)
         token = tl.load(ids_ptr + (depth - 1) * ids_stride_depth + (key & 0x1FFF), mask=live, other=0)
@@ -128,9 +128,10 @@ def build_tree_triton(top_logp: Tensor, top_ids: Tensor, budget: int, root_token
     width = min(width, budget)
     n = budget + 1
     device = top_logp.device
-    scratch = torch.empty(bs * (limit * width + 32 + n), dtype=torch.int64, device=device)
-    step, first, key = scratch.split([bs * limit * width, bs * 32, bs * n])
-    tokens, parents, depths = torch.empty((3, bs, n), dtype=torch.int64, device=device).unbind(0)
+    step, first = torch.empty(bs * (limit * width + 32), dtype=torch.int32, device=device).split(
+        [bs * limit * width, bs * 32]
+    )
+    tokens, parents, depths, key = torch.empty((4, bs, n), dtype=torch.int64, device=device).unbind(0)
     scores = torch.empty((bs, n), dtype=torch.float32, device=device)
     valid = torch.empty(bs, dtype=torch.int64, device=device)
     slots = triton.next_power_of_2(budget)
