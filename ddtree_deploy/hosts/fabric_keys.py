@@ -13,7 +13,6 @@ from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.hosts.known_hosts import Verdict
 from ddtree_deploy.hosts.ssh_config import SshSettings
 
-WINDOW_BYTES = 32 * 1024 * 1024  # of a download; a slow reader never holds more in memory
 DEAD_MILLISECONDS = 30_000  # and up to 15 s before them until a keepalive goes unanswered
 
 
@@ -47,13 +46,18 @@ class KeyPolicy(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]
             self.notices.append(f"recorded the host key of `{name}`: {offered}")
 
     def transport(self, sock: Any, **options: Any) -> Any:
-        """Make the transport: large window, recorded key types first, an end to silence."""
+        """Make the transport: recorded key types and AES-GCM first, an end to silence.
+
+        The window stays paramiko's 2 MiB: 32 MiB made downloads several times slower, and uploads have the server's.
+        """
         with contextlib.suppress(OSError, AttributeError):
             # paramiko's keepalive does not wait for an answer; unanswered, it ends the connection by this.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_MILLISECONDS)
-        made = paramiko.Transport(sock, default_window_size=WINDOW_BYTES, **options)
+        made = paramiko.Transport(sock, **options)
         kinds = {entry.kind for entry in known_hosts.recorded(self.entries, self.where.known_names)}
         kinds |= {"rsa-sha2-512", "rsa-sha2-256"} if "ssh-rsa" in kinds else set()
         security = made.get_security_options()
         security.key_types = sorted(security.key_types, key=lambda kind: kind not in kinds)
+        # A third less CPU than paramiko's first choice, AES-CTR with a MAC in Python.
+        security.ciphers = sorted(security.ciphers, key=lambda cipher: "gcm" not in cipher)
         return made
