@@ -9,11 +9,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,11 @@ class Pruned:
     snapshots: tuple[str, ...]
     objects: int
     bytes: int
+
+
+def _now() -> str:
+    """Return the time in UTC (ISO 8601) with microseconds, so that of two snapshots within one second one is the newest."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def home() -> Path:
@@ -166,7 +173,7 @@ class Store:
             label=label,
             host=manifest.host,
             venv=manifest.venv,
-            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            created=_now(),
             files=len(manifest.files),
             bytes=manifest.bytes,
             patched=sum(entry.origin == "patched" for entry in manifest.files),
@@ -276,9 +283,19 @@ class Store:
                     self.forget(name)
                 for digest in spare:
                     self.path(digest).unlink(missing_ok=True)
-                for path in [*self.temporary.iterdir(), *self.quarantine.iterdir()]:
-                    path.unlink(missing_ok=True)
+                self._clear({ref.id for ref in kept})
             return Pruned(tuple(gone), len(spare), size)
+
+    def _clear(self, kept: Collection[str]) -> None:
+        """Remove what runs that died left behind: received objects, half-written files, manifests without a record."""
+        for path in [*self.temporary.iterdir(), *self.quarantine.iterdir(), *self.references.glob(".tmp-*")]:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        for path in self.snapshots.iterdir():
+            if path.stem not in kept:
+                path.unlink(missing_ok=True)
 
     @contextmanager
     def lock(self, what: str, *, shared: bool = False, wait: float = 30.0) -> Iterator[None]:
