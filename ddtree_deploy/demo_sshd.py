@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,10 +89,16 @@ def client_config(port: int, aliases: Sequence[str], identity: Path, known_hosts
 
 @contextlib.contextmanager
 def loopback_sshd(
-    root: Path, *, aliases: Sequence[str] = ("demo",), key_kinds: Sequence[str] = ("ed25519",), trusted: bool = True
+    root: Path,
+    *,
+    aliases: Sequence[str] = ("demo",),
+    key_kinds: Sequence[str] = ("ed25519",),
+    trusted: bool = True,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[LoopbackSshd]:
-    """Run an sshd whose files lie in `root` until the block ends; its host keys are known when `trusted`.
+    """Run an sshd whose files lie in `root` until the block ends.
 
+    Its host keys are known when `trusted`; `environment` is set for what it starts (a HOME without a slow `.bashrc`).
     Raises HostUnreachable when there is no sshd on this machine or it does not start, with its own words.
     """
     binary = sshd_binary()
@@ -102,7 +108,9 @@ def loopback_sshd(
     keys = tuple(make_key(root / f"host_{kind}", kind) for kind in key_kinds)
     identity, known_hosts, log = make_key(root / "identity"), root / "known_hosts", root / "sshd.log"
     port = free_port()
-    (root / "sshd_config").write_text(sshd_config(port, keys, identity.with_suffix(".pub")))
+    setenv = " ".join(f'"{name}={value}"' for name, value in (environment or {}).items())
+    config = sshd_config(port, keys, identity.with_suffix(".pub"))
+    (root / "sshd_config").write_text(config + (f"SetEnv {setenv}\n" if setenv else ""))
     (root / "ssh_config").write_text(client_config(port, aliases, identity, known_hosts))
     publics = (" ".join(key.with_suffix(".pub").read_text().split()[:2]) for key in keys)
     known_hosts.write_text("".join(f"[127.0.0.1]:{port} {public}\n" for public in publics) if trusted else "")

@@ -13,6 +13,7 @@ needs_sshd = pytest.mark.skipif(sshd_binary() is None, reason="no sshd on this m
 
 @pytest.fixture(scope="session")
 def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopbackSshd]:
+    root = tmp_path_factory.mktemp("sshd")
     kinds = ("ed25519", "ecdsa", "rsa")
-    with loopback_sshd(tmp_path_factory.mktemp("sshd"), aliases=("ct1", "ct2"), key_kinds=kinds) as server:
+    with loopback_sshd(root, aliases=("ct1", "ct2"), key_kinds=kinds, environment={"HOME": str(root)}) as server:
         yield server
