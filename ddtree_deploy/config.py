@@ -174,17 +174,15 @@ def resolve_host(
     """
     config = config or load()
     entry = config.hosts.get(name)
-    if name == "local":
-        place = venv or (entry.venv if entry else "")
+    place = venv or (entry.venv if entry else "")
+    if name == "local" or (entry and entry.transport == "local"):
         where = {"transport": "local", "venv": str(Path(place).expanduser().absolute()) if place else ""}
         origin = entry.origin if entry else "this machine"
     else:
-        place = venv or (entry.venv if entry else "")
         if place and not place.startswith(("/", "~/")):
             raise UsageProblem(f"the venv on `{name}` must be absolute or start with `~/`: {place}")
         chosen = transport or (entry.transport if entry else "") or "openssh"
-        address = (entry.address if entry else "") or name
-        where = {"transport": chosen, "venv": place, "address": address}
+        where = {"transport": chosen, "venv": place, "address": (entry.address if entry else "") or name}
         origin = entry.origin if entry else _origin_of_address(name, config)
     entry = entry or HostEntry()
     return Host(

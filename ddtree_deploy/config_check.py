@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TRANSPORTS = ("openssh", "fabric")
+TRANSPORTS = ("openssh", "fabric", "local")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _VIA = re.compile(r"(pct:\d+|docker:[A-Za-z0-9][A-Za-z0-9_.-]*)")
 _PIN = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
@@ -84,7 +84,7 @@ def _host_fault(dotted: str, name: str, key: str, value: Any) -> str:
     if not _has_shape(value, shape):
         return f"`{dotted}` must be {_SHAPE_WORDS[shape]}: {value!r}"
     if key == "transport" and value not in TRANSPORTS:
-        return f"`{dotted}` must be {' or '.join(TRANSPORTS)}: {value}"
+        return f"`{dotted}` must be one of {', '.join(TRANSPORTS)}: {value}"
     if key == "via" and not _VIA.fullmatch(value):
         return f"`{dotted}` must be `pct:NUMBER` or `docker:NAME`: {value}"
     if key == "host_key" and not _PIN.fullmatch(value):

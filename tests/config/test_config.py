@@ -93,7 +93,7 @@ def test_a_host_is_merged_key_by_key(tmp_path: Path) -> None:
         ("keep_generations = 1", "`keep_generations` must be at least 2: 1"),
         ("[profile]\nroots = 'torch'", "`profile.roots` must be a list of strings: 'torch'"),
         ("[profile]\nroots = ['']", "`profile.roots` must be a list of strings: ('',)"),
-        ("[hosts.a]\ntransport = 'telnet'", "`hosts.a.transport` must be openssh or fabric: telnet"),
+        ("[hosts.a]\ntransport = 'telnet'", "`hosts.a.transport` must be one of openssh, fabric, local: telnet"),
         ("[hosts.a]\nvia = 'lxc:3'", "`hosts.a.via` must be `pct:NUMBER` or `docker:NAME`: lxc:3"),
         ("[hosts.a]\nvenv = 'venv'", "`hosts.a.venv` must be absolute or start with `~/`: venv"),
         ("[hosts.a]\naddress = '-oProxyCommand=x'", "`hosts.a.address` is no address: '-oProxyCommand=x'"),
@@ -200,6 +200,12 @@ class TestResolve:
         assert resolve_host("local", Config(), venv="A", transport="fabric").venv == str(tmp_path / "A")
         found = load(project(tmp_path, "[hosts.local]\nvenv = '/srv/v'\n"), {"HOME": str(tmp_path)})
         assert resolve_host("local", found).venv == "/srv/v"
+
+    def test_another_name_can_mean_this_machine(self, tmp_path: Path) -> None:
+        text = "[hosts.here]\ntransport = 'local'\nvenv = '/srv/v'\n"
+        found = load(project(tmp_path, text), {"HOME": str(tmp_path)})
+        host = resolve_host("here", found, transport="fabric")
+        assert (host.transport, host.address, host.venv) == ("local", "", "/srv/v")
 
     def test_a_relative_venv_elsewhere_is_refused(self, ssh: Path) -> None:
         with pytest.raises(UsageProblem, match="absolute"):
