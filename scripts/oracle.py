@@ -29,7 +29,7 @@ from ddtree_deploy.abi.closure import importable
 from ddtree_deploy.agent import abi_facts
 
 REPO = Path(__file__).resolve().parent.parent
-TORCHES = ("2.9.1", "2.11.0", "2.14.1")
+TORCHES = ("2.14.1", "2.11.0", "2.9.1")
 KERNELS = ("sgl-kernel==0.3.21", "sglang-kernel==0.4.2.post2", "sglang-kernel==0.4.10")
 OTHERS = (
     "sgl-deep-gemm==0.1.0", "torchvision==0.24.1", "torchvision==0.26.0", "torchvision==0.29.1", "torchao==0.17.0",
@@ -209,7 +209,8 @@ def matrix(bench: Bench, torch: str, dists: Iterable[str]) -> Iterator[Cell]:
     sources = {name: abi.load(bench.facts(bench.fetch(name)), name) for name in dists}
     root = bench.compose(base)
     target = abi.load(bench.facts(root, abi.wanted(sources.values())), f"torch {torch}")
-    yield _cell(bench, f"torch {torch}", "torch", target, target.tree.objects, root)
+    for part in ("torch", "triton", "nvidia"):
+        yield _cell(bench, f"torch {torch}", f"its {part}", target, [p for p in target.tree.objects if p.startswith(f"{part}/")], root)
     for name, source in sources.items():
         composition = abi.compose(source, target, {dist.key for dist in source.tree.dists})
         added = _lay(bench.fetch(name), root)
@@ -235,8 +236,6 @@ def _lay(dist: Path, root: Path) -> list[Path]:
 def _cell(bench: Bench, tree: str, dist: str, site: abi.Site, paths: Iterable[str], root: Path) -> Cell:
     known = abi.closure(site)
     names = [p for p in paths if importable(p, site.tree.objects[p], "cp312")]
-    if dist == "torch":
-        names = [p for p in names if p.startswith(("torch/", "nvidia/"))]
     really = bench.truth(root, names)
     files, reasons = {}, {}
     for path in names:

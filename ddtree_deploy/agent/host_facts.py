@@ -114,7 +114,7 @@ def ld_cache(path="/etc/ld.so.cache"):
         start = data.find(b"glibc-ld.so.cache1.1")
         if start < 0:
             return out
-        count = int.from_bytes(data[start + 20 : start + 24], "little")
+        count = min(int.from_bytes(data[start + 20 : start + 24], "little"), (len(data) - start) // 24)
         for index in range(count):
             at = start + 48 + 24 * index
             flags, key, value = (int.from_bytes(data[at + i : at + i + 4], "little") for i in (0, 4, 8))
