@@ -15,6 +15,10 @@ from ddtree.commit import compaction
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     """A cache layer that appends into a buffer of spare capacity, where transformers' own copies all rows each step."""
 
+    keys: Tensor
+    values: Tensor
+    is_initialized: bool
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.length = 0

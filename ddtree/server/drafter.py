@@ -126,7 +126,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim))
+        return x.view(*x.shape[:-1], -1, self.head_dim)
 
     def queries(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Project `x` [batch, tokens, hidden] to rotated queries [batch, heads, tokens, head_dim]."""
@@ -144,7 +144,8 @@ class Attention(nn.Module):
             groups = q.shape[1] // k.shape[1]
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        back: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return back
 
 
 class MLP(nn.Module):

@@ -63,6 +63,7 @@ class Target:
         self.hidden_size: int = model.config.hidden_size
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self.max_positions: int = int(getattr(model.config, "max_position_embeddings", 1 << 20))
+        self.eos_ids = frozenset(_end_tokens(model))
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.head: nn.Module = model.get_output_embeddings()
@@ -139,6 +140,11 @@ class Target:
             raise ModelError("the model's attention ignores the tree mask: siblings see each other")
         if float((parent - base)[3].abs().max()) <= noise:
             raise ModelError("the model's attention ignores the tree mask: a node does not see its parent")
+
+
+def _end_tokens(model: Any) -> list[int]:
+    ends = getattr(model.generation_config, "eos_token_id", None) or model.config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
 def load_target(

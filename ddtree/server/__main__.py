@@ -1,0 +1,152 @@
+"""Serve a model pair: `python -m ddtree.server --tiny`, or `--model TARGET --drafter DRAFTER`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+API_KEY_VARIABLE = "DDTREE_API_KEY"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = argparse.ArgumentParser(prog="python -m ddtree.server", description=__doc__)
+    which = p.add_argument_group("model")
+    which.add_argument("--tiny", action="store_true", help="serve the tiny pair that comes with the project")
+    which.add_argument("--model", metavar="DIR|ID", help="target: a directory or a hub id")
+    which.add_argument("--drafter", metavar="DIR|ID", help="DFlash drafter: a directory or a hub id")
+    which.add_argument(
+        "--served-model-name", metavar="NAME", help="what clients call it (default: the last part of --model)"
+    )
+    which.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    which.add_argument(
+        "--dtype", default="auto", help="auto (bf16 on a GPU, fp32 on a CPU), float32, bfloat16, float16"
+    )
+    which.add_argument("--threads", type=int, help="CPU threads for the model (default: all cores)")
+    how = p.add_argument_group("decoding")
+    how.add_argument("--mode", choices=("plain", "dflash", "ddtree"), default="ddtree")
+    how.add_argument("--budget", type=int, help="tree nodes without the root; a verify pass has one token more")
+    how.add_argument("--max-context", type=int, help="tokens of prompt and answer (default: what the model allows)")
+    net = p.add_argument_group("server")
+    net.add_argument("--host", default="127.0.0.1")
+    net.add_argument("--port", type=int, default=30000, help="0 takes a free one")
+    net.add_argument("--max-running", type=int, default=4, help="requests that take turns in the engine")
+    net.add_argument("--max-waiting", type=int, default=64, help="requests in the queue; more get 429")
+    net.add_argument("--max-body", type=int, default=4 << 20, metavar="BYTES")
+    net.add_argument("--drain-seconds", type=float, default=30, help="how long SIGTERM waits for answers in progress")
+    net.add_argument("--api-key-file", type=Path, help=f"file with the key clients must send (or ${API_KEY_VARIABLE})")
+    net.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the server until SIGTERM or SIGINT; return the exit code."""
+    args = parser().parse_args(argv)
+    if args.tiny == bool(args.model):
+        return _refuse("name a model: either `--tiny` or `--model`")
+    try:
+        key = api_key(args.api_key_file)
+        # Taken before the model is loaded, so that a port in use is known at once.
+        listener = socket.create_server((args.host, args.port), backlog=256)
+    except (OSError, ValueError) as error:
+        return _refuse(f"cannot start: {error}")
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    begin = time.monotonic()
+
+    import torch
+    import uvicorn
+
+    from ddtree.server import tiny
+    from ddtree.server.app import Settings, build_app
+    from ddtree.server.engine import Mode
+    from ddtree.server.errors import ModelError
+    from ddtree.server.load import default_budget, load_engine
+    from ddtree.server.metrics import Metrics
+    from ddtree.server.scheduler import Scheduler
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    model, drafter = map(str, tiny.paths()) if args.tiny else (args.model, args.drafter)
+    mode = Mode(args.mode)
+    name = args.served_model_name or (tiny.NAME if args.tiny else Path(model).name)
+    try:
+        engine = load_engine(
+            model,
+            drafter,
+            mode=mode,
+            budget=args.budget or default_budget(args.device),
+            device=args.device,
+            dtype=args.dtype,
+        )
+    except ModelError as error:
+        return _refuse(error.message)
+    if args.max_context:
+        engine.max_context = min(engine.max_context, args.max_context)
+    metrics = Metrics(name, mode)
+    scheduler = Scheduler(engine, max_running=args.max_running, max_waiting=args.max_waiting, observer=metrics)
+    settings = Settings(name, key, args.max_body, drain_seconds=args.drain_seconds)
+
+    class Server(uvicorn.Server):
+        """uvicorn with our own signals: the first drains, the second ends at once."""
+
+        clean = True
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.stop)
+            yield
+
+        def stop(self) -> None:
+            if self.should_exit:
+                self.force_exit = True
+            self.should_exit = True
+            scheduler.drain()
+
+    config = uvicorn.Config(
+        build_app(scheduler, metrics, settings),
+        log_config=None,
+        access_log=args.log_level == "debug",
+        timeout_graceful_shutdown=max(1, round(args.drain_seconds)),
+    )
+    server = Server(config)
+    host, port = listener.getsockname()[:2]
+    shape = f"{mode}, budget {engine.budget}" if mode is Mode.DDTREE else str(mode)
+    print(
+        f"serving `{name}` ({shape}, {engine.target.device}) after {time.monotonic() - begin:.1f} s: http://{host}:{port}",
+        file=sys.stderr,
+        flush=True,
+    )
+    server.run([listener])
+    waiting, running = scheduler.load
+    return 143 if waiting or running else 0
+
+
+def api_key(file: Path | None) -> str | None:
+    """Return the key from the file or the environment; never from the command line, which every user can read.
+
+    Raises ValueError for an empty key.
+    """
+    key = file.read_text().strip() if file is not None else os.environ.get(API_KEY_VARIABLE)
+    if key is not None and not key.strip():
+        raise ValueError("the API key is empty")
+    return key
+
+
+def _refuse(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
