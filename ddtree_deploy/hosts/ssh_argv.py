@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from ddtree_deploy.errors import UsageProblem
 from ddtree_deploy.hosts import key_errors, known_hosts
 from ddtree_deploy.hosts.base import Host
-from ddtree_deploy.hosts.ssh_config import settings
+from ddtree_deploy.hosts.ssh_config import destination, settings
 
 # ssh keeps the first value it obtains, so these can not be weakened by ssh_options or by the user's configuration.
 # UpdateHostKeys would edit known_hosts behind the user's back; LogLevel and FingerprintHash feed ssh_log.
@@ -32,7 +32,19 @@ def ssh_argv(host: Host, argv: Sequence[str], log: str) -> list[str]:
     options = [*_key_options(host), *_FIXED, *host.ssh_options, *_DEFAULTS]
     config = ["-F", host.ssh_config] if host.ssh_config else []
     flags = [word for option in options for word in ("-o", option)]
-    return ["ssh", "-T", "-x", "-a", "-E", log, *config, *flags, "--", host.address or host.name, shlex.join(argv)]
+    return [
+        "ssh",
+        "-T",
+        "-x",
+        "-a",
+        "-E",
+        log,
+        *config,
+        *flags,
+        "--",
+        destination(host.address or host.name),
+        shlex.join(argv),
+    ]
 
 
 def check_options(host: Host) -> None:

@@ -56,6 +56,13 @@ def home() -> Path:
         return Path.home()
 
 
+def _local_user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return os.environ.get("USER", "")
+
+
 def settings(address: str, *, ssh_config: str = "", options: Sequence[str] = ()) -> SshSettings:
     """Return the settings of `address` (alias, user@name, name:port or ssh:// URI).
 
@@ -63,9 +70,9 @@ def settings(address: str, *, ssh_config: str = "", options: Sequence[str] = ())
     uses Include, which paramiko would silently ignore.
     """
     if shutil.which("ssh") is None:
-        return _from_words(*_by_paramiko(address, ssh_config, options))
+        return _from_words(_by_paramiko(address, ssh_config, options))
     config = ["-F", ssh_config] if ssh_config else []
-    command = ["ssh", *config, *(w for option in options for w in ("-o", option)), "-G", "--", _uri(address)]
+    command = ["ssh", *config, *(w for option in options for w in ("-o", option)), "-G", "--", destination(address)]
     shown = subprocess.run(command, capture_output=True, text=True, check=False)
     if shown.returncode:
         raise HostUnreachable(f"`ssh` cannot read the configuration of `{address}`", causes=(shown.stderr.strip(),))
@@ -76,7 +83,8 @@ def settings(address: str, *, ssh_config: str = "", options: Sequence[str] = ())
     return _from_words(words)
 
 
-def _uri(address: str) -> str:
+def destination(address: str) -> str:
+    """Return what `ssh` takes for `address`; it knows name:port only as a URI."""
     bare = address.rpartition("@")[2]
     return f"ssh://{address}" if bare.count(":") == 1 and "//" not in address else address
 
@@ -87,8 +95,15 @@ def _from_words(words: Mapping[str, list[str]]) -> SshSettings:
         return "" if value == "none" else value
 
     own = home()
-    user = one("user") or pwd.getpwuid(os.getuid()).pw_name
-    tokens = {"%d": str(own), "%h": one("hostname"), "%r": user, "%p": one("port", "22"), "%u": own.name, "%%": "%"}
+    user = one("user") or _local_user()
+    tokens = {
+        "%d": str(own),
+        "%h": one("hostname"),
+        "%r": user,
+        "%p": one("port", "22"),
+        "%u": _local_user(),
+        "%%": "%",
+    }
 
     def expand(value: str) -> str:
         return re.sub("%.", lambda token: tokens.get(token[0], token[0]), value)
@@ -112,7 +127,7 @@ def _from_words(words: Mapping[str, list[str]]) -> SshSettings:
     )
 
 
-def _by_paramiko(address: str, ssh_config: str, options: Sequence[str]) -> tuple[dict[str, list[str]]]:
+def _by_paramiko(address: str, ssh_config: str, options: Sequence[str]) -> dict[str, list[str]]:
     import paramiko
 
     text = "".join(f"{option.replace('=', ' ', 1)}\n" for option in options)
@@ -122,16 +137,19 @@ def _by_paramiko(address: str, ssh_config: str, options: Sequence[str]) -> tuple
             if any(words[0] == "include" for words in _lines(file)):
                 raise UsageProblem(
                     f"{file} uses Include, which only the `ssh` program can read",
-                    mend=f"install the OpenSSH client, or give `[hosts.{address}]` an address without an alias",
+                    mend="install the OpenSSH client, or name a file without Include: `ssh_config` in ddtree.toml",
                 )
-    uri = _uri(address).removeprefix("ssh://")
-    user, _, rest = uri.rpartition("@")
+    user, _, rest = destination(address).removeprefix("ssh://").rpartition("@")
     name, _, port = rest.partition(":") if rest.count(":") == 1 else (rest, "", "")
     config = paramiko.SSHConfig()
-    config.parse(io.StringIO(text))
-    words = {key: value if isinstance(value, list) else [value] for key, value in config.lookup(name).items()}
-    given = {"user": user, "port": port, "hostname": "" if "hostname" in words else name}
-    return ({**words, **{key: [value] for key, value in given.items() if value}},)
+    try:
+        config.parse(io.StringIO(text))
+        found = config.lookup(name)
+    except paramiko.SSHException as problem:
+        raise HostUnreachable(f"cannot read the ssh configuration of `{address}`: {problem}") from problem
+    words = {key: value if isinstance(value, list) else [value] for key, value in found.items()}
+    given = {"user": user, "port": port}
+    return words | {key: [value] for key, value in given.items() if value}
 
 
 def _lines(file: Path) -> Iterator[list[str]]:

@@ -87,6 +87,14 @@ def test_include_without_ssh_is_refused_with_a_mend(tmp_path: Path, monkeypatch:
     assert "OpenSSH client" in caught.value.mend
 
 
+def test_a_broken_file_without_ssh_is_a_clean_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "config"
+    file.write_text("Host a\n  nonsense\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(HostUnreachable, match="nonsense"):
+        settings("a", ssh_config=str(file))
+
+
 @needs_ssh
 def test_a_broken_file_is_ssh_s_own_complaint(tmp_path: Path) -> None:
     file = tmp_path / "config"

@@ -243,9 +243,16 @@ class TestUnreachable:
         assert problem.message == "lost the connection to `ct1`"
 
 
-def test_fabric_is_chosen_where_there_is_no_ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.ssh
+@needs_sshd
+def test_fabric_is_used_where_there_is_no_ssh(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sshd: LoopbackSshd
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert type(connector(Host("a", address="a"))).__name__ == "FabricConnector"
+    link = connector(Host("ct1", address="ct1", ssh_config=str(sshd.client_config)))
+    assert type(link).__name__ == "FabricConnector"
+    with started(link, "echo", "hello") as channel:
+        assert read_all(channel) == b"hello\n"
 
 
 def test_unknown_hops_and_transports_are_refused() -> None:

@@ -40,6 +40,7 @@ def test_our_options_come_before_the_host_s_and_the_address_is_no_option() -> No
     assert options.index("BatchMode=yes") < options.index("Port=9") < options.index("ServerAliveInterval=15")
     assert "StrictHostKeyChecking=yes" in options
     assert argv[-3:] == ["--", "-oProxyCommand=touch /tmp/x", "printf 'a b'"]
+    assert ssh_argv(Host("x", address="me@10.0.0.1:99"), ["true"], "/log")[-2] == "ssh://me@10.0.0.1:99"
 
 
 @pytest.mark.ssh
