@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -44,6 +45,7 @@ def make(
     merged = _compose(snapshot, target, moved, whole=not only)
     python = target.python or snapshot.python
     result = Manifest(host=target.host, venv=target.venv, python=python, distributions=merged.distributions, files=merged.files)
+    changes = file_changes(target.files, result.files)
     return Plan(
         target=target.host,
         venv=target.venv,
@@ -52,8 +54,8 @@ def make(
         base=target.fingerprint,
         base_generation=target.generation,
         result=result,
-        packages=_package_table(snapshot, target, moved, merged.replaced, result),
-        changes=file_changes(target.files, result.files),
+        packages=_package_table(snapshot, target, moved, merged.replaced, result, changes),
+        changes=changes,
         checks=(*interpreter_checks(snapshot.python, target.python), *_place_checks(target, result), *checks),
         uses=tuple(uses),
     )
@@ -96,7 +98,7 @@ class _Merged:
 def _compose(snapshot: Manifest, target: Inventory, moved: frozenset[str], *, whole: bool) -> _Merged:
     incoming = [index for index, dist in enumerate(snapshot.distributions) if dist.name in moved]
     packages = {name for index in incoming for name in snapshot.distributions[index].packages}
-    names = {canonicalize_name(snapshot.distributions[index].name) for index in incoming}
+    names: set[str] = {canonicalize_name(snapshot.distributions[index].name) for index in incoming}
     indexes = set(incoming)
     owned = [e for e in snapshot.files if e.owner in indexes]
     libraries = {e.path for e in owned if ".so" in e.path}
@@ -118,7 +120,7 @@ def _compose(snapshot: Manifest, target: Inventory, moved: frozenset[str], *, wh
         if entry.path in directories:
             continue  # a file or link where the snapshot brings a directory
         if entry.owner in renumber:
-            files[entry.path] = entry._replace(owner=renumber[entry.owner])
+            files[entry.path] = _owned_by(entry, renumber[entry.owner])
         elif entry.owner < 0 and not (entry.path.partition("/")[0] in gone_packages and "/" in entry.path):
             files[entry.path] = entry
     renumber = {}
@@ -126,8 +128,12 @@ def _compose(snapshot: Manifest, target: Inventory, moved: frozenset[str], *, wh
         renumber[index] = len(distributions)
         distributions.append(snapshot.distributions[index])
     for entry in brought:
-        files[entry.path] = entry._replace(owner=renumber[entry.owner]) if entry.owner >= 0 else entry
+        files[entry.path] = _owned_by(entry, renumber[entry.owner]) if entry.owner >= 0 else entry
     return _Merged(tuple(distributions), tuple(sorted(_without_shadowed(files))), replaced)
+
+
+def _owned_by(entry: FileEntry, owner: int) -> FileEntry:
+    return entry if entry.owner == owner else entry._replace(owner=owner)
 
 
 def _replaced(target: Inventory, names: set[str], packages: set[str], libraries: set[str]) -> dict[str, str]:
@@ -158,15 +164,8 @@ def _parents(entries: Sequence[FileEntry]) -> set[str]:
 
 def _without_shadowed(files: Mapping[str, FileEntry]) -> list[FileEntry]:
     """Drop entries that lie below a file or link of the same tree (a module that became a package, or the reverse)."""
-    leaves = set(files)
-    out = []
-    for path, entry in files.items():
-        at = path.find("/")
-        while at != -1 and path[:at] not in leaves:
-            at = path.find("/", at + 1)
-        if at == -1:
-            out.append(entry)
-    return out
+    shadows = tuple(path + "/" for path in _parents(list(files.values())) if path in files)
+    return [entry for path, entry in files.items() if not path.startswith(shadows)] if shadows else list(files.values())
 
 
 def file_changes(before: Sequence[FileEntry], after: Sequence[FileEntry]) -> tuple[FileChange, ...]:
@@ -176,6 +175,8 @@ def file_changes(before: Sequence[FileEntry], after: Sequence[FileEntry]) -> tup
     out = [FileChange("-", path, entry.size, entry.origin) for path, entry in old.items() if path not in new]
     for path, entry in new.items():
         was = old.get(path)
+        if was is entry:
+            continue
         if was is None:
             out.append(FileChange("+", path, entry.size, entry.origin))
         elif (was.kind, was.mode, was.digest) != (entry.kind, entry.mode, entry.digest):
@@ -184,53 +185,46 @@ def file_changes(before: Sequence[FileEntry], after: Sequence[FileEntry]) -> tup
 
 
 def _package_table(
-    snapshot: Manifest, target: Inventory, moved: frozenset[str], replaced: Mapping[str, str], result: Manifest
+    snapshot: Manifest, target: Inventory, moved: frozenset[str], replaced: Mapping[str, str], result: Manifest, changes: Sequence[FileChange]
 ) -> tuple[PackageChange, ...]:
     old = {canonicalize_name(d.name): d for d in target.distributions}
-    before = _by_distribution(target.distributions, target.files)
-    after = _by_distribution(result.distributions, result.files)
+    counts, sizes = _by_owner(target, result, changes)
+    patched = Counter(entry.owner for entry in result.files if entry.origin == PATCHED)
     rows = []
-    for dist in result.distributions:
-        key = canonicalize_name(dist.name)
-        was = old.get(key)
-        files, size, patched = _difference(before.get(key, {}), after.get(key, {}))
+    for index, dist in enumerate(result.distributions):
+        was = old.get(canonicalize_name(dist.name))
         if was is None:
             action = "add"
         elif was.shown_version != dist.shown_version:
             action = "replace"
         else:
-            action = "change" if files else "keep"
-        why = f"{patched} patched" if patched and dist.name in moved else ""
-        rows.append(PackageChange(action, dist.name, was.shown_version if was else "", dist.shown_version, files, size, why))
+            action = "change" if counts[dist.name] else "keep"
+        why = f"{patched[index]} patched" if patched[index] and dist.name in moved else ""
+        before = was.shown_version if was else ""
+        rows.append(PackageChange(action, dist.name, before, dist.shown_version, counts[dist.name], sizes[dist.name], why))
     kept = {canonicalize_name(d.name) for d in result.distributions}
     for name, why in replaced.items():
         if canonicalize_name(name) not in kept:
-            was = old[canonicalize_name(name)]
-            gone = before.get(canonicalize_name(name), {})
-            rows.append(PackageChange("remove", name, was.shown_version, "", len(gone), 0, why))
-    loose = _difference(before.get("", {}), after.get("", {}))
-    if loose[0]:
-        rows.append(PackageChange("change", "(unowned files)", "", "", loose[0], loose[1]))
+            rows.append(PackageChange("remove", name, old[canonicalize_name(name)].shown_version, "", counts[name], 0, why))
+    if counts[""]:
+        rows.append(PackageChange("change", "(unowned files)", "", "", counts[""], sizes[""]))
     order = {"remove": 0, "replace": 1, "change": 2, "add": 3, "keep": 4}
     return tuple(sorted(rows, key=lambda row: (order[row.action], canonicalize_name(row.name))))
 
 
-def _by_distribution(distributions: Sequence[Distribution], files: Sequence[FileEntry]) -> dict[str, dict[str, FileEntry]]:
-    out: dict[str, dict[str, FileEntry]] = {}
-    for entry in files:
-        name = canonicalize_name(distributions[entry.owner].name) if entry.owner >= 0 else ""
-        out.setdefault(name, {})[entry.path] = entry
-    return out
-
-
-def _difference(before: Mapping[str, FileEntry], after: Mapping[str, FileEntry]) -> tuple[int, int, int]:
-    """Return how many files differ, the bytes of the new ones, and how many of the new ones are patched."""
-    changes = file_changes(list(before.values()), list(after.values()))
-    return (
-        len(changes),
-        sum(change.size for change in changes if change.sign != "-"),
-        sum(entry.origin == PATCHED for entry in after.values()),
-    )
+def _by_owner(target: Inventory, result: Manifest, changes: Sequence[FileChange]) -> tuple[Counter[str], Counter[str]]:
+    """Count changed files and the bytes of new content by the name of the distribution that they belong to."""
+    changed = {change.path: change for change in changes}
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for tree, gone in ((target, True), (result, False)):
+        names = [*(d.name for d in tree.distributions), ""]  # owner -1 is nobody
+        for entry in tree.files:
+            change = changed.get(entry.path)
+            if change is not None and (change.sign == "-") == gone:
+                counts[names[entry.owner]] += 1
+                sizes[names[entry.owner]] += 0 if gone else change.size
+    return counts, sizes
 
 
 def interpreter_checks(source: PythonFacts, target: PythonFacts | None) -> tuple[Check, ...]:
@@ -275,9 +269,9 @@ def _place_checks(target: Inventory, result: Manifest) -> tuple[Check, ...]:
     known = {entry.digest for entry in target.files}
     need = sum({entry.digest: entry.size for entry in result.files if entry.kind == "f" and entry.digest not in known}.values())
     if need > target.free_bytes:
-        out.append(Check("K12", "block", f"{need} bytes are needed there, {target.free_bytes} are free", (space.get("mount", ""),)))
+        out.append(Check("K12-space", "block", f"{need} bytes are needed there, {target.free_bytes} are free", (space.get("mount", ""),)))
     if target.free_inodes < len(result.files) + 1024:
-        out.append(Check("K12", "block", f"{len(result.files)} inodes are needed there, {target.free_inodes} are free", (space.get("mount", ""),)))
+        out.append(Check("K12-space", "block", f"{len(result.files)} inodes are needed there, {target.free_inodes} are free", (space.get("mount", ""),)))
     return tuple(out)
 
 

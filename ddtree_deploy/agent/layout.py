@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 
-from ddtree_deploy.agent import durable
+from ddtree_deploy.agent import durable, walk
 from ddtree_deploy.agent.failure import Failure
 
 _GENERATION = re.compile(r"^(?:.*/)?\.ddtree/generations/(\d+)/site-packages/?$")
@@ -119,7 +119,8 @@ def remove(path):
 class Index:
     """What a generation's files are: `{path: (kind, mode, size, digest, dev, ino, mtime_ns, ctime_ns)}`.
 
-    The stamp vouches for the digest as long as it equals the file's stat; ctime 0 never does.
+    The stamp vouches for the digest as long as it equals the file's stat. On disk, the first line holds the seal of the walk
+    that the rows would give, so that an untouched tree is known without reading the rows.
     """
 
     VERSION = 1
@@ -129,20 +130,34 @@ class Index:
 
     @classmethod
     def load(cls, path):
+        """Return the index in `path`, or None when there is none that this version reads."""
         try:
             with open(path, "rb") as file:
-                value = json.loads(file.read())
-            if value.get("version") != cls.VERSION:
-                return None
-            return cls({row[0]: tuple(row[1:]) for row in value["files"]})
+                if json.loads(file.readline()).get("version") != cls.VERSION:
+                    return None
+                return cls({row[0]: tuple(row[1:]) for row in json.loads(file.read())})
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
 
+    @staticmethod
+    def seal_of(path):
+        """Return the seal in the first line of an index file, or an empty string."""
+        try:
+            with open(path, "rb") as file:
+                return json.loads(file.readline()).get("seal", "")
+        except (OSError, ValueError, AttributeError):
+            return ""
+
     def save(self, path):
-        value = {"version": self.VERSION, "files": [[key, *row] for key, row in sorted(self.rows.items())]}
-        durable.write_file(path, json.dumps(value, separators=(",", ":")).encode())
+        rows = sorted(self.rows.items())
+        entries = [
+            (key, row[0], row[1], row[2], row[4], row[5], row[6], row[7], row[3] if row[0] == "l" else "") for key, row in rows
+        ]
+        head = json.dumps({"version": self.VERSION, "seal": walk.seal(entries)})
+        body = json.dumps([[key, *row] for key, row in rows], separators=(",", ":"))
+        durable.write_file(path, ("%s\n%s\n" % (head, body)).encode())
 
     def digest(self, entry):
         """Return the digest that the index vouches for, given an entry of `walk.walk`, or None."""

@@ -85,17 +85,14 @@ def gather(found, live_entries, vouch):
         known = stamps.get(entry[0])
         return known[1] if known is not None and known[0] == walk.stamp(entry) else None
 
-    if live is None:
-        sources.add_tree(found.site, live_entries, vouched, live=True)
-    for number in sorted(found.numbers(), reverse=True, key=lambda n: (n == live, n)):
-        index = layout.Index.load(os.path.join(found.directory(number), "index"))
-        if index is None:
-            continue
-        entries = live_entries if number == live else walk.walk(found.tree(number))
-        if number == live:
-            sources.add_tree(found.tree(number), entries, lambda entry: index.digest(entry) or vouched(entry), live=True)
-        else:
-            sources.add_tree(found.tree(number), entries, index.digest)
+    root = found.site if live is None else found.tree(live)
+    index = None if live is None else layout.Index.load(os.path.join(found.directory(live), "index"))
+    known = index.digest if index else lambda entry: None
+    sources.add_tree(root, live_entries, lambda entry: known(entry) or vouched(entry), live=True)
+    for number in sorted(found.numbers(), reverse=True):
+        index = None if number == live else layout.Index.load(os.path.join(found.directory(number), "index"))
+        if index is not None:
+            sources.add_tree(found.tree(number), walk.walk(found.tree(number)), index.digest)
     return sources
 
 

@@ -1,6 +1,7 @@
 """Walk a tree by stat, hash its files, and remember digests by (dev, ino, size, mtime_ns, ctime_ns)."""
 
 import hashlib
+import json
 import os
 import queue
 import stat
@@ -65,12 +66,17 @@ def fingerprint(entries):
 
     ctime is left out, since linking a file into a new generation moves it.
     """
-    digest = hashlib.sha256()
-    for path, kind, mode, size, _dev, ino, mtime, _ctime, target, _nlink in entries:
-        digest.update(
-            ("%s\0%s\0%o\0%d\0%d\0%d\0%s\n" % (path, kind, mode, size, ino, mtime, target)).encode("utf-8", "surrogateescape")
-        )
-    return digest.hexdigest()
+    return _digest([(e[0], e[1], e[2], e[3], e[5], e[6], e[8]) for e in entries])
+
+
+def seal(entries):
+    """Return the sha256 over everything that a walk sees of each entry but its link count; a touched file breaks it."""
+    return _digest([e[:9] for e in entries])
+
+
+def _digest(rows):
+    # ensure_ascii (the default) keeps names that are not UTF-8 distinct.
+    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
 
 class Changed(Exception):
