@@ -6,6 +6,7 @@ therefore right at every instant; `verify` finds what a disk did to it since.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -77,17 +78,29 @@ class Store:
     def open(cls, at: Path | None = None) -> Store:
         """Open the store, making it when it is not there. Raises IoProblem when it can not be written."""
         store = cls((at or home()) / "store")
-        try:
+        with store._told():
             for directory in (store.objects, store.snapshots, store.references, store.quarantine, store.temporary):
                 directory.mkdir(parents=True, exist_ok=True)
             if not (store.root / "store.json").exists():
                 durable.write_json(os.fspath(store.root / "store.json"), {"format": 1, "id": uuid.uuid4().hex})
-        except OSError as error:
-            raise IoProblem(f"the store `{store.root}` can not be written: {error.strerror}", mend="set DDTREE_HOME to a writable directory") from error
         form = (durable.read_json(os.fspath(store.root / "store.json")) or {}).get("format")
         if form != 1:
             raise IntegrityFailure(f"the store `{store.root}` has format {form!r}, this version reads 1")
         return store
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Turn what a disk refuses into NoSpace or IoProblem."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise NoSpace(
+                    f"no space left in the store `{self.root}`", mend="`ddtree-deploy cache prune`, or set DDTREE_HOME to a larger disk"
+                ) from error
+            raise IoProblem(
+                f"the store `{self.root}` can not be written: {error.strerror}", mend="set DDTREE_HOME to a writable directory"
+            ) from error
 
     # objects
 
@@ -146,14 +159,16 @@ class Store:
     @contextmanager
     def ingest(self, expected: Mapping[str, int]) -> Iterator[Ingest]:
         """Receive objects; they count from the end of the block on. When it raises, what arrived whole is kept all the same."""
-        batch = Ingest(self, expected)
+        with self._told():
+            batch = Ingest(self, expected)
         try:
             yield batch
         finally:
-            try:
-                batch.commit()
-            finally:
-                batch.discard()
+            with self._told():
+                try:
+                    batch.commit()
+                finally:
+                    batch.discard()
 
     # snapshots
 
@@ -166,8 +181,9 @@ class Store:
         if missing:
             raise IntegrityFailure(f"{len(missing)} objects of the snapshot were not stored")
         target = self.snapshots / f"{name}.json"
-        if not target.exists():
-            durable.write_file(os.fspath(target), data, 0o444)
+        with self._told():
+            if not target.exists():
+                durable.write_file(os.fspath(target), data, 0o444)
         ref = SnapshotRef(
             id=name,
             label=label,
@@ -180,7 +196,8 @@ class Store:
         )
         old = durable.read_json(os.fspath(self.references / f"{name}.json")) or {}
         document = {**asdict(ref), "label": label or old.get("label", ""), "proof": dict(proof or old.get("proof", {}))}
-        durable.write_json(os.fspath(self.references / f"{name}.json"), document)
+        with self._told():
+            durable.write_json(os.fspath(self.references / f"{name}.json"), document)
         if label:
             self._take_label_from_others(label, name)
         return self.ref(name)
@@ -300,7 +317,8 @@ class Store:
     @contextmanager
     def lock(self, what: str, *, shared: bool = False, wait: float = 30.0) -> Iterator[None]:
         """Hold the store: snapshots and pushes share it, pruning excludes them. Raises Locked after `wait` seconds."""
-        fd = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with self._told():
+            fd = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + wait
         try:
             while True:
@@ -330,20 +348,21 @@ class Store:
             raise IntegrityFailure(f"the tree `{result[:12]}` is not remembered here") from None
 
     def remember_tree(self, result: str, tree: Manifest, keep: int = 64) -> None:
-        """Remember the result of a push; the oldest beyond `keep` go."""
+        """Remember the result of a push; the oldest beyond `keep` go. A full disk only costs a longer look next time."""
         directory = self.root / "trees"
-        directory.mkdir(exist_ok=True)
-        durable.write_file(os.fspath(directory / result), codec.encode(tree))
-        for old in sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime)[:-keep]:
-            old.unlink(missing_ok=True)
+        try:
+            directory.mkdir(exist_ok=True)
+            durable.write_file(os.fspath(directory / result), codec.encode(tree))
+            for old in sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime)[:-keep]:
+                old.unlink(missing_ok=True)
+        except OSError:
+            pass
 
     def stat_cache(self, key: str) -> Path:
         """Return the file that remembers stat stamps of a host's venv."""
         import hashlib
 
-        directory = self.root / "stamps"
-        directory.mkdir(exist_ok=True)
-        return directory / hashlib.sha256(key.encode()).hexdigest()[:32]
+        return self.root / "stamps" / hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 class Ingest:
@@ -366,10 +385,7 @@ class Ingest:
     def commit(self) -> None:
         """Flush everything that arrived, then give it its name."""
         if self.landing.error is not None:
-            error = self.landing.error
-            if error.errno in (28, 122):
-                raise NoSpace(f"no space left in the store `{self.store.root}`", mend="`ddtree-deploy cache prune`, or set DDTREE_HOME to a larger disk")
-            raise IoProblem(f"the store `{self.store.root}` can not be written: {error.strerror}")
+            raise self.landing.error
         names = [name for name in os.listdir(self.directory) if len(name) == 64]
         if not names:
             return
@@ -396,5 +412,9 @@ def load_stamps(path: Path) -> dict[str, list[Any]]:
 
 
 def save_stamps(path: Path, stamps: Mapping[str, list[Any]]) -> None:
-    """Remember stamps for the next look."""
-    durable.write_file(os.fspath(path), json.dumps(stamps, separators=(",", ":")).encode())
+    """Remember stamps for the next look; a full disk only costs a longer one."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        durable.write_file(os.fspath(path), json.dumps(stamps, separators=(",", ":")).encode())
+    except OSError:
+        pass
