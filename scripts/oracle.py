@@ -1,8 +1,9 @@
 """Try the ABI oracle on real wheels: what it predicts from facts alone, beside what `dlopen` does on the composed tree.
 
-`make oracle` runs this. It downloads about 14 GB of wheels, unpacks each once, and composes trees by hard links. Every cell
-asks: the distribution moved into a tree with that torch; does each of its shared objects load after `import torch`? One
-process a file (a fork of one that has imported torch), RTLD_NOW, a stub `libcuda.so.1` in LD_LIBRARY_PATH. See docs/oracle.md.
+`make oracle` runs this. It downloads about 14 GB of wheels, unpacks each once, and composes trees by hard links. Every
+cell asks: the distribution moved into a tree with that torch; does each of its shared objects load after `import
+torch`? One process a file (a fork of one that has imported torch), RTLD_NOW, a stub `libcuda.so.1` in LD_LIBRARY_PATH.
+See docs/oracle.md.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ PURE = (
     "setuptools",
 )
 PLATFORMS = (
-    "manylinux1", "manylinux2010", "manylinux2014", "manylinux_2_17", "manylinux_2_18", "manylinux_2_24", "manylinux_2_25",
+    "manylinux1", "manylinux2010", "manylinux2014", "manylinux_2_17", "manylinux_2_18", "manylinux_2_24",
+    "manylinux_2_25",
     "manylinux_2_27", "manylinux_2_28", "manylinux_2_31", "manylinux_2_34", "manylinux_2_35", "linux",
 )  # fmt: skip
 FOLLOWED = re.compile(r"nvidia-|cuda-|triton$")
@@ -152,7 +154,7 @@ class Bench:
         return abi_facts.collect(str(root), self.python, env, tuple(sonames))  # type: ignore[no-any-return]
 
     def build_stub(self) -> None:
-        """Build a `libcuda.so.1` with every `cu*` function that any file here refers to; each returns 100 (no device)."""
+        """Build a `libcuda.so.1` with every `cu*` function that a file here refers to; each returns 100."""
         names: set[str] = set()
         for dist in sorted(self.dists.iterdir()):
             for raw in abi_facts.tree(str(dist))["files"].values():
@@ -174,7 +176,7 @@ class Bench:
         print(f"stub libcuda.so.1 with {len(names)} functions", flush=True)
 
     def truth(self, root: Path, paths: list[str]) -> dict[str, str]:
-        """Load each path in a process of its own after `import torch`; return `ok`, the loader's message, or a signal."""
+        """Load each path in a process of its own after `import torch`; return `ok`, its message, or a signal."""
         argv = [self.python, "-I", "-B", str(PROBE), str(root)]
         done = subprocess.run(
             argv, input="\n".join(paths), env=self.env, capture_output=True, text=True, check=True, timeout=900
@@ -210,7 +212,14 @@ def matrix(bench: Bench, torch: str, dists: Iterable[str]) -> Iterator[Cell]:
     root = bench.compose(base)
     target = abi.load(bench.facts(root, abi.wanted(sources.values())), f"torch {torch}")
     for part in ("torch", "triton", "nvidia"):
-        yield _cell(bench, f"torch {torch}", f"its {part}", target, [p for p in target.tree.objects if p.startswith(f"{part}/")], root)
+        yield _cell(
+            bench,
+            f"torch {torch}",
+            f"its {part}",
+            target,
+            [p for p in target.tree.objects if p.startswith(f"{part}/")],
+            root,
+        )
     for name, source in sources.items():
         composition = abi.compose(source, target, {dist.key for dist in source.tree.dists})
         added = _lay(bench.fetch(name), root)
@@ -254,9 +263,9 @@ def _cell(bench: Bench, tree: str, dist: str, site: abi.Site, paths: Iterable[st
 
 
 def accident(bench: Bench) -> Iterator[Cell]:
-    """Replay the story: cu130 torch, triton, nvidia and sgl_kernel laid over a cu128 tree, by copying over and after rm -rf."""
-    old = bench.with_closure("torch==2.9.1") + [bench.fetch("sgl-kernel==0.3.21")]
-    new = bench.with_closure("torch==2.11.0") + [bench.fetch("sglang-kernel==0.4.2.post2")]
+    """Replay the story: parts of a cu130 tree laid over a cu128 tree, by copying over, and after rm -rf."""
+    old = [*bench.with_closure("torch==2.9.1"), bench.fetch("sgl-kernel==0.3.21")]
+    new = [*bench.with_closure("torch==2.11.0"), bench.fetch("sglang-kernel==0.4.2.post2")]
     pure = [bench.fetch(name) for name in PURE]
     parts = ("torch", "triton", "nvidia", "sgl_kernel")
     for name in ("clean", "merged", "replaced"):
@@ -302,7 +311,8 @@ def report(cells: list[Cell], bench: Bench, seconds: float) -> str:
         ok = sum(row[1] for row in c.files.values())
         agree = len(c.files) - len(c.wrong)
         rows.append(
-            f"| {c.tree} | {c.dist} | {word[c.predicted]} | {word[c.real]} | {ok}/{len(c.files)} | {agree}/{len(c.files)} | {why} |"
+            f"| {c.tree} | {c.dist} | {word[c.predicted]} | {word[c.real]} "
+            f"| {ok}/{len(c.files)} | {agree}/{len(c.files)} | {why} |"
         )
     odd = [f"* {c.tree}, {c.dist}, `{p}`: said {word[c.files[p][0]]}, {c.files[p][2]}" for c in cells for p in c.wrong]
     died = sorted(
@@ -319,16 +329,19 @@ def report(cells: list[Cell], bench: Bench, seconds: float) -> str:
     parts = [
         "# The oracle beside the loader",
         "",
-        f"Run on {date}: {python}, glibc {platform.libc_ver()[1]}, gcc {gcc}, Linux {platform.machine()}, no GPU, {seconds / 60:.0f} minutes.",
+        f"Run on {date}: {python}, glibc {platform.libc_ver()[1]}, gcc {gcc}, Linux {platform.machine()}, no GPU,",
+        f"{seconds / 60:.0f} minutes on two busy cores.",
         "",
         "What is compared: for every cell the distribution is moved, on paper, into a tree with that torch",
-        "(`abi.compose` on facts gathered from each separately), and the closure says for each shared object whether it",
-        "loads. Then the tree is really composed and each file is really loaded: `import torch`, then `dlopen` with RTLD_NOW,",
-        "one process a file, a stub `libcuda.so.1` that exports every `cu*` function in use and answers 'no device'. The three",
+        "(`abi.compose` on facts gathered from each separately), and the closure says for each shared object whether",
+        "it loads. Then the tree is composed on disk and each file is loaded: `import torch`, then `dlopen` with",
+        "RTLD_NOW, one process a file, and a stub `libcuda.so.1` that exports every `cu*` function in use. The three",
         "trees of the accident are read from disk as they are. A cell loads when all of its files do; files for other",
-        "interpreters are left out. A file that dies in a constructor had been bound by then, so the link held; these are listed.",
+        "interpreters and executables are left out. A file that dies in a constructor was bound by then: the link held;",
+        "these are listed.",
         "",
-        f"**{len(cells)} cells, {files} files: {len(too_kind)} cells where the oracle says that a file loads and it does not,",
+        f"**{len(cells)} cells, {files} files: {len(too_kind)} cells where the oracle says that a file loads",
+        "and it does not,",
         f"{len(too_strict)} the other way; {files - wrong} of {files} files agree.**",
         "",
         "| tree | distribution | oracle | dlopen | files that load | agree | the oracle's first reason |",
@@ -345,7 +358,7 @@ def report(cells: list[Cell], bench: Bench, seconds: float) -> str:
         "",
         "## Repeat it",
         "",
-        "`make oracle` (or `python scripts/oracle.py --root DIR --python python3.12 --report docs/oracle.md`): about 20 GB in DIR,",
+        "`make oracle` (or `python scripts/oracle.py --root DIR --python python3.12 --report FILE`): 20 GB in DIR,",
         "which is deleted afterwards unless `--keep` is given. It needs gcc, unzip, pip and a Python 3.12. Versions:",
         "",
         *sorted(f"* `{name}`" for name in set(wheels.values())),

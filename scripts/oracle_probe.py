@@ -14,7 +14,7 @@ def main() -> None:
     try:
         import torch  # noqa: F401
     except BaseException as error:  # any failure of the import is the answer for every file
-        failure = "torch: %s: %s" % (type(error).__name__, error)
+        failure = f"torch: {type(error).__name__}: {error}"
     for path in filter(None, paths):
         if failure:
             print(json.dumps([path, failure]), flush=True)
@@ -30,7 +30,7 @@ def main() -> None:
                 ctypes.CDLL(os.path.join(root, path), mode=os.RTLD_NOW)
                 answer = "ok"
             except OSError as error:
-                answer = "error: %s" % error
+                answer = f"error: {error}"
             os.write(write, answer.encode()[:2000])
             os._exit(0)
         os.close(write)
@@ -38,8 +38,8 @@ def main() -> None:
             answer = pipe.read().decode()
         status = os.waitpid(child, 0)[1]
         if os.WIFSIGNALED(status):
-            answer = "signal %d" % os.WTERMSIG(status)
-        print(json.dumps([path, answer or "exit %d" % os.WEXITSTATUS(status)]), flush=True)
+            answer = f"signal {os.WTERMSIG(status)}"
+        print(json.dumps([path, answer or f"exit {os.WEXITSTATUS(status)}"]), flush=True)
 
 
 if __name__ == "__main__":

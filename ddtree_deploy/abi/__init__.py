@@ -3,15 +3,16 @@
 Pure: facts in (`agent.abi_facts.collect` on both hosts), verdict out. How it is used:
 
 1. A snapshot keeps `collect(root, python, env)` beside its manifest. `load(facts, "snapshot 3f9a1c2")` reads it.
-2. The target's agent runs `collect(root, python, env, sonames=wanted([source]))`, so that libraries only the snapshot needs
-   are looked up there too.
-3. `judge(source, target, names, allow)` gives a `Verdict`: `checks` (models.Check rows for a plan), `ok`, `removed` (what
-   must go from the target with it), `solution` (the smallest set when it blocks). `verdict_to_json` carries all of it.
+2. The target's agent runs `collect(root, python, env, sonames=wanted([source]))`, so that libraries only the snapshot
+   needs are looked up there too.
+3. `judge(source, target, names, allow)` gives a `Verdict`: `checks` (models.Check rows for a plan), `ok`, `removed`
+   (what must go from the target with it), `solution` (the smallest set when it blocks). `verdict_to_json` carries all
+   of it.
 4. `inspect(site)` judges one environment as it stands: `verify --level link`, `doctor`.
 
 The rooms, from the ground up: `model` (facts), `closure` (what the loader would do), `cuda` (tables), `compose` (target
-minus replaced plus moved), `case` (what the rules look at), `rules_*` (K1-K16), `tags` (a summary for people), `solver`,
-`judge`, `report` (JSON and lines).
+minus replaced plus moved), `case` (what the rules look at), `rules_*` (K1-K16), `tags` (a summary for people),
+`solver`, `judge`, `report` (JSON and lines).
 """
 
 from ddtree_deploy.abi.closure import Closure, Miss, closure

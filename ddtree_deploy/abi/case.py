@@ -16,7 +16,8 @@ WARN, BLOCK, NOTE = "warn", "block", "note"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Evidence:
-    """One thing that a check found. `what` is the file, distribution, soname, mount or variable that `--allow` can name.
+    """One thing that a check found. `what` is the file, distribution, soname, mount or variable that `--allow` can
+    name.
 
     `level` is `block`, `warn`, or `note` (said, but it does not change the verdict).
     """
@@ -30,7 +31,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Case:
-    """A question: would `moved` from `source` work on `target`? `before` and `now` are the closures of the two as they are."""
+    """A question: would `moved` from `source` work on `target`? `before` and `now` are their closures as they are."""
 
     source: Site
     target: Site
@@ -91,7 +92,9 @@ def resolve(known: Closure, miss: Miss) -> SharedObject | None:
     if miss.kind == VERSION:
         return process.names.get(miss.item.rpartition(" ")[2])
     if miss.kind == SYMBOL:
-        return next((other for other in (*process.globals, *scope) if other is not item and other.offers(miss.item)), None)
+        return next(
+            (other for other in (*process.globals, *scope) if other is not item and other.offers(miss.item)), None
+        )
     return None
 
 

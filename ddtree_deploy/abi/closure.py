@@ -1,8 +1,9 @@
-"""Replay the dynamic loader: interpreter, `import torch` with its preloads in order, then each file in a process of its own.
+"""Replay the dynamic loader: interpreter, `import torch` with its preloads in order, then each file in a process of
+its own.
 
 The rules are glibc's (ld.so(8), dlopen(3)): a name already loaded wins; else the RPATH of the loader chain where the
-loader has no RUNPATH, LD_LIBRARY_PATH, RUNPATH, ld.so.cache; a strong undefined symbol must be in the global scope or in
-the file's own closure (Python binds RTLD_NOW); every version that a file needs of a library must be defined by it.
+loader has no RUNPATH, LD_LIBRARY_PATH, RUNPATH, ld.so.cache; a strong undefined symbol must be in the global scope or
+in the file's own closure (Python binds RTLD_NOW); every version that a file needs of a library must be defined by it.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ class Process:
     def __init__(self, site: Site) -> None:
         self.site = site
         root = site.tree.root
-        self.at: dict[str, SharedObject] = {item.path: item for item in site.tree.objects.values()} | dict(site.system.objects)
+        self.at: dict[str, SharedObject] = {item.path: item for item in site.tree.objects.values()} | dict(
+            site.system.objects
+        )
         self.root = root + "/"
         self.names: dict[str, SharedObject] = {}
         self.deps: dict[str, tuple[SharedObject, ...]] = {}
@@ -114,7 +117,7 @@ class Process:
     # --- finding a library -------------------------------------------------------------------------------------
 
     def find(self, soname: str, chain: tuple[SharedObject, ...]) -> SharedObject | None:
-        """Return the file that the loader would open for `soname`, needed by chain[0], which chain[1] loaded, and so on."""
+        """Return the file that the loader would open for `soname`, needed by chain[0], which chain[1] loaded."""
         if "/" in soname:
             return self.at.get(soname)
         for directory in self._directories(chain):
@@ -261,7 +264,7 @@ def importable(path: str, item: SharedObject, python_tag: str | None) -> bool:
 
 
 def _import_torch(process: Process) -> tuple[tuple[Miss, ...], bool, tuple[str, ...]]:
-    """Replay `import torch`: global dependencies, preloads, `torch/_C`; return misses, whether the list is known, what loaded."""
+    """Replay `import torch`: global dependencies, preloads, `torch/_C`; return misses, is it known, what loaded."""
     tree = process.site.tree
     start = tree.objects.get(GLOBAL_DEPS)
     module = next((item for path, item in tree.objects.items() if re.match(r"torch/_C\..*so$", path)
@@ -295,7 +298,11 @@ def _preload(process: Process, items: tuple[tuple[str, str, bool], ...] | list[t
         found = None
         for layout in tree.torch["preload"]["layouts"]:
             directory = f"{tree.root}/" + layout.replace("{folder}", folder).replace("{major}", major)
-            names = [p for p in process.at if p.startswith(directory + "/") and fnmatch.fnmatchcase(p, f"{directory}/{pattern}")]
+            names = [
+                p
+                for p in process.at
+                if p.startswith(directory + "/") and fnmatch.fnmatchcase(p, f"{directory}/{pattern}")
+            ]
             names = sorted(name for name in names if "/" not in name[len(directory) + 1 :])
             if names:
                 found = process.at[names[0]]

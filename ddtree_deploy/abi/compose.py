@@ -27,7 +27,7 @@ class Removal:
 
 @dataclass(frozen=True)
 class Composition:
-    """The resulting environment, what moved into it, what went, and where each ELF file came from (`source`, `target`)."""
+    """The resulting environment, what moved in, what went, and where each ELF file is from (`source`, `target`)."""
 
     result: Site
     moved: tuple[Dist, ...]
@@ -48,7 +48,10 @@ def compose(source: Site, target: Site, moved: Collection[str]) -> Composition:
     """
     coming = tuple(dist for dist in source.tree.dists if dist.key in moved)
     removed = tuple(
-        Removal(dist, *found) for dist in target.tree.dists for found in [_displaced(dist, coming, target.tree)] if found
+        Removal(dist, *found)
+        for dist in target.tree.dists
+        for found in [_displaced(dist, coming, target.tree)]
+        if found
     )
     gone = {id(item.dist) for item in removed}
     objects: dict[str, SharedObject] = {}
@@ -67,8 +70,12 @@ def compose(source: Site, target: Site, moved: Collection[str]) -> Composition:
             objects[path] = item.moved_to(f"{target.tree.root}/{path}")
             origin[path] = SOURCE
     kept = tuple(dist for dist in target.tree.dists if id(dist) not in gone)
-    torch = source.tree.torch if "torch" in names else {} if "torch" in {r.dist.key for r in removed} else target.tree.torch
-    tree = Tree(target.tree.root, dict(sorted(objects.items())), (*kept, *coming), torch, _rest(source, target, coming, removed))
+    torch = (
+        source.tree.torch if "torch" in names else {} if "torch" in {r.dist.key for r in removed} else target.tree.torch
+    )
+    tree = Tree(
+        target.tree.root, dict(sorted(objects.items())), (*kept, *coming), torch, _rest(source, target, coming, removed)
+    )
     result = Site(f"{target.name} after the push", tree, target.host, target.system)
     return Composition(result, coming, removed, origin)
 
@@ -95,7 +102,8 @@ def _is_package(path: str) -> bool:
 def _packages(tree: Tree, dists: list[Dist]) -> frozenset[str]:
     """Return the top-level directories that belong to these distributions and to no other."""
     names = {id(dist) for dist in dists}
-    mine, others = set(), set()
+    mine: set[str] = set()
+    others: set[str] = set()
     for dist in tree.dists:
         (mine if id(dist) in names else others).update(dist.tops)
     return frozenset(mine - others - COMMON)
@@ -109,9 +117,7 @@ def _rest(source: Site, target: Site, coming: tuple[Dist, ...], removed: tuple[R
 
     gone = tuple(item.dist for item in removed)
     versions = {
-        name: version
-        for name, version in (target.tree.raw.get("versions") or {}).items()
-        if not package_of(gone, name)
+        name: version for name, version in (target.tree.raw.get("versions") or {}).items() if not package_of(gone, name)
     }
     versions |= {
         name: version for name, version in (source.tree.raw.get("versions") or {}).items() if package_of(coming, name)

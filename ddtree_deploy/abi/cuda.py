@@ -1,7 +1,9 @@
-"""Facts about CUDA that no file states: which soname belongs to which major, which driver speaks what, which GPU runs what.
+"""Facts about CUDA that no file states: which soname belongs to which major, which driver speaks what, which GPU runs
+what.
 
 Sources: the CUDA Toolkit release notes (table "CUDA Toolkit and corresponding driver versions"), CUDA Compatibility
-(minor version compatibility), the Blackwell compatibility guide, and "family-specific architecture features" (CUDA 12.9).
+(minor version compatibility), the Blackwell compatibility guide, and "family-specific architecture features" (CUDA
+12.9).
 """
 
 from __future__ import annotations

@@ -15,14 +15,14 @@ from ddtree_deploy.models import Check
 
 TITLES = {
     "K1": "link closure", "K2": "one CUDA major", "K3": "torch ABI", "K4": "GPU architectures", "K5": "driver",
-    "K6": "glibc and libstdc++", "K7": "interpreter", "K8": "RECORD", "K9": "metadata", "K10": "paths", "K11": "byte code",
-    "K12": "file system", "K13": "transfer", "K14": "in use", "K15": "environment", "K16": "JIT caches",
+    "K6": "glibc and libstdc++", "K7": "interpreter", "K8": "RECORD", "K9": "metadata", "K10": "paths",
+    "K11": "byte code", "K12": "file system", "K13": "transfer", "K14": "in use", "K15": "environment", "K16": "JIT caches",
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """A block that the user takes on: `--allow CHECK:WHAT --reason "..."`. `what` is a name or a glob, or a file's stem."""
+    """A block that the user takes on: `--allow CHECK:WHAT --reason "..."`. `what` is a name, a glob, or a stem."""
 
     check: str
     what: str
@@ -47,8 +47,8 @@ class Allowance:
 class Verdict:
     """What the oracle says: evidence per check, tags, what moves, what goes, what was allowed, and the smallest set.
 
-    `moved` are normalised names; `removed` are `(name, version, why)` of the target's distributions whose files must go;
-    `allowed` are `(check, what, reason)` that were used.
+    `moved` are normalised names; `removed` are `(name, version, why)` of the target's distributions whose files must
+    go; `allowed` are `(check, what, reason)` that were used.
     """
 
     target: str
@@ -76,7 +76,9 @@ class Verdict:
         """Return one row per check K1-K16, for a plan and for `diff`."""
         out = []
         for check, title in TITLES.items():
-            items = sorted((e for e in self.evidence if e.check == check), key=lambda e: ((BLOCK, WARN, NOTE).index(e.level), e))
+            items = sorted(
+                (e for e in self.evidence if e.check == check), key=lambda e: ((BLOCK, WARN, NOTE).index(e.level), e)
+            )
             mend = next((e.mend for e in items if e.mend), "")
             out.append(Check(check, self.level(check), title, tuple(e.text for e in items), mend))
         return tuple(out)
@@ -86,9 +88,10 @@ def gather(case: Case, needed_bytes: int = 0) -> tuple[Evidence, ...]:
     """Run every rule over a case."""
     found: list[Evidence] = []
     for rule in (
-        rules_link.link, rules_link.baseline_note, rules_link.torch_abi, rules_cuda.cuda_major, rules_cuda.architectures,
-        rules_cuda.driver, rules_tree.python, rules_tree.record, rules_tree.metadata, rules_tree.paths, rules_host.bytecode,
-        rules_host.transfer, rules_host.in_use, rules_host.environment, rules_host.jit,
+        rules_link.link, rules_link.baseline_note, rules_link.torch_abi, rules_cuda.cuda_major,
+        rules_cuda.architectures, rules_cuda.driver, rules_tree.python, rules_tree.record, rules_tree.metadata,
+        rules_tree.paths, rules_host.bytecode, rules_host.transfer, rules_host.in_use, rules_host.environment,
+        rules_host.jit,
     ):  # fmt: skip
         found += rule(case)
     found += rules_host.filesystem(case, needed_bytes)
@@ -126,14 +129,19 @@ def judge(
     )
 
 
-def _apply(evidence: tuple[Evidence, ...], allow: tuple[Allowance, ...]) -> tuple[tuple[Evidence, ...], tuple[tuple[str, str, str], ...]]:
+def _apply(
+    evidence: tuple[Evidence, ...], allow: tuple[Allowance, ...]
+) -> tuple[tuple[Evidence, ...], tuple[tuple[str, str, str], ...]]:
     """Lower what is allowed to a warning; return the evidence and the allowances that were used."""
-    out, used = [], {}
+    out: list[Evidence] = []
+    used: dict[tuple[str, str, str], None] = {}
     for item in evidence:
         cover = next((rule for rule in allow if item.level == BLOCK and rule.covers(item)), None)
         if cover is not None:
             used[(cover.check, cover.what, cover.reason)] = None
-            item = Evidence(item.check, WARN, item.what, f"{item.text} (allowed: {cover.reason or 'no reason given'})", item.mend)
+            item = Evidence(
+                item.check, WARN, item.what, f"{item.text} (allowed: {cover.reason or 'no reason given'})", item.mend
+            )
         out.append(item)
     return tuple(out), tuple(used)
 
@@ -141,10 +149,12 @@ def _apply(evidence: tuple[Evidence, ...], allow: tuple[Allowance, ...]) -> tupl
 def inspect(site: Site) -> Verdict:
     """Judge an environment as it stands (`verify --level link`, `doctor`): absolute, since there is no baseline.
 
-    What the loader misses is a warning (clean trees have some: MPI, InfiniBand), unless `import torch` itself fails; a tree
-    that was merged by hand, mixed CUDA majors, and metadata that lies are blocks.
+    What the loader misses is a warning (clean trees have some: MPI, InfiniBand), unless `import torch` itself fails; a
+    tree that was merged by hand, mixed CUDA majors, and metadata that lies are blocks.
     """
-    case = Case(site, site, make_case(site, site, (), Closure((), {}, {}), Closure((), {}, {})).composition, *_same(site))
+    case = Case(
+        site, site, make_case(site, site, (), Closure((), {}, {}), Closure((), {}, {})).composition, *_same(site)
+    )
     found: list[Evidence] = []
     torch = set(case.after.torch)
     for miss in sorted(case.after.misses):

@@ -34,7 +34,8 @@ class SharedObject:
 
     @property
     def kind(self) -> str | None:
-        return self.raw.get("kind", "dyn")
+        kind: str | None = self.raw.get("kind", "dyn")
+        return kind
 
     @property
     def machine(self) -> str | None:
@@ -226,15 +227,13 @@ class HostFacts:
 
     @property
     def python_tag(self) -> str | None:
-        return self.get("python", "tag")
-
-    @property
-    def ext_suffix(self) -> str | None:
-        return self.get("python", "ext_suffix")
+        tag: str | None = self.get("python", "tag")
+        return tag
 
     @property
     def machine(self) -> str | None:
-        return self.get("machine")
+        machine: str | None = self.get("machine")
+        return machine
 
     @property
     def env(self) -> Mapping[str, str]:
@@ -242,7 +241,7 @@ class HostFacts:
 
     @cached_property
     def gpus(self) -> tuple[Gpu, ...]:
-        out = []
+        out: list[Gpu] = []
         for row in self.get("gpus", "list") or ():
             major, _, minor = str(row["cc"]).partition(".")
             out.append(Gpu(int(row.get("index", len(out))), str(row.get("name", "GPU")), (int(major), int(minor or 0))))
@@ -251,7 +250,7 @@ class HostFacts:
 
 @dataclass(frozen=True, eq=False)
 class System:
-    """The libraries outside the tree: LD_LIBRARY_PATH in order, ld.so.cache by soname, and the facts by absolute path."""
+    """The libraries outside the tree: LD_LIBRARY_PATH in order, ld.so.cache by soname, facts by absolute path."""
 
     search: tuple[str, ...] = ()
     preload: tuple[str, ...] = ()

@@ -24,7 +24,8 @@ def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
         "moved": list(verdict.moved),
         "removed": [list(row) for row in verdict.removed],
         "checks": [
-            {"id": c.id, "level": c.level, "text": c.text, "evidence": list(c.evidence), "mend": c.mend} for c in verdict.checks
+            {"id": c.id, "level": c.level, "text": c.text, "evidence": list(c.evidence), "mend": c.mend}
+            for c in verdict.checks
         ],
         "evidence": [asdict(item) for item in verdict.evidence],
         "tags": [asdict(row) for row in verdict.tags],
@@ -57,7 +58,9 @@ def verdict_from_json(data: Mapping[str, Any]) -> Verdict:
         tuple((row[0], row[1], row[2]) for row in data["allowed"]),
         None
         if solution is None
-        else Solution(tuple(solution["asked"]), tuple(Step(**step) for step in solution["steps"]), tuple(solution["unsolved"])),
+        else Solution(
+            tuple(solution["asked"]), tuple(Step(**step) for step in solution["steps"]), tuple(solution["unsolved"])
+        ),
     )
 
 
@@ -78,7 +81,7 @@ def gpu_checks(answer: Mapping[str, Any]) -> tuple[Check, ...]:
 
 
 def lines(verdict: Verdict, notes: bool = False) -> Iterator[str]:
-    """Yield the verdict as aligned plain text: tags that differ, checks with their evidence, the set and its command."""
+    """Yield the verdict as aligned plain text: tags that differ, checks with evidence, the set and its command."""
     rows = [row for row in verdict.tags if row.differs]
     for row in rows:
         yield f"{row.name}: {row.source} | {row.target} | {row.result}"

@@ -47,7 +47,10 @@ def mixed(site: Site) -> dict[str, tuple[str, str]]:
             why = ": torch's preloader finds it before its own" if first else ""
             out[path] = (BLOCK if first else WARN, f"`{path}`{label} is CUDA {majors[0]} beside {torch}{why}")
         elif cuda.AMBIGUOUS.match(item.name) and flavours and major not in flavours:
-            out[path] = (BLOCK, f"`{path}`{label} is built for CUDA {min(flavours)}; same name, but {torch} needs CUDA {major}")
+            out[path] = (
+                BLOCK,
+                f"`{path}`{label} is built for CUDA {min(flavours)}; same name, but {torch} needs CUDA {major}",
+            )
         elif len(flavours) > 1:
             who = " and ".join(dist.shown for dist in owners)
             out[path] = (BLOCK, f"`{path}` is owned by {who}: one of them overwrote the other")
@@ -69,7 +72,9 @@ def _double(libraries: dict[str, tuple[str, ...]] | object) -> dict[str, tuple[s
     assert isinstance(libraries, dict)
     out = {}
     for path, held in libraries.items():
-        runtimes = {match.group(1): lib for lib in held for match in [cuda.RUNTIME.match(lib.rsplit("/", 1)[-1])] if match}
+        runtimes = {
+            match.group(1): lib for lib in held for match in [cuda.RUNTIME.match(lib.rsplit("/", 1)[-1])] if match
+        }
         if len(runtimes) > 1:
             out[path] = tuple(sorted(runtimes.values()))
     return out
@@ -156,7 +161,9 @@ def driver(case: Case) -> Iterator[Evidence]:
     torch = f"torch {tree.torch_version}"
     minimum, matched = cuda.MINIMUM_DRIVER.get(needs[0]), cuda.MATCHED_DRIVER.get((needs[0], needs[1]))
     if not have:
-        yield Evidence("K5", NOTE, "driver", f"no driver answers on {target.name}; {torch} needs {_dotted(minimum or ())} or later")
+        yield Evidence(
+            "K5", NOTE, "driver", f"no driver answers on {target.name}; {torch} needs {_dotted(minimum or ())} or later"
+        )
     elif minimum and have < minimum:
         yield Evidence(
             "K5", BLOCK, "driver",
@@ -166,13 +173,15 @@ def driver(case: Case) -> Iterator[Evidence]:
     elif matched and have < matched:
         yield Evidence(
             "K5", WARN, "driver",
-            f"driver {_dotted(have)} is older than CUDA {_dotted(needs)}'s own ({_dotted(matched)}): it runs, PTX and new features may not",
+            f"driver {_dotted(have)} is older than CUDA {_dotted(needs)}'s own ({_dotted(matched)}): "
+            "it runs, PTX and new features may not",
         )  # fmt: skip
     libcuda = target.host.get("driver", "libcuda") or ""
     if "/compat/" in libcuda:
         consumer = [gpu for gpu in target.host.gpus if cuda.CONSUMER.search(gpu.name)]
         yield Evidence(
             "K5", BLOCK if consumer else WARN, libcuda,
-            f"`{libcuda}` is the forward-compatibility driver library" + (f", which {consumer[0].shown} does not support" if consumer else ""),
+            f"`{libcuda}` is the forward-compatibility driver library"
+            + (f", which {consumer[0].shown} does not support" if consumer else ""),
             "take its directory out of LD_LIBRARY_PATH and ld.so.conf",
         )  # fmt: skip

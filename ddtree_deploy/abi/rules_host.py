@@ -22,11 +22,19 @@ def filesystem(case: Case, needed_bytes: int = 0) -> Iterator[Evidence]:
     host = case.target.host
     free = host.get("disk", "free_bytes")
     if free is not None and needed_bytes and free < needed_bytes:
-        yield Evidence("K12", BLOCK, "space", f"{case.target.name} has {free >> 20} MiB free, the new generation takes {needed_bytes >> 20} MiB")
+        yield Evidence(
+            "K12",
+            BLOCK,
+            "space",
+            f"{case.target.name} has {free >> 20} MiB free, the new generation takes {needed_bytes >> 20} MiB",
+        )
     for name in ("site", "tmp", "home"):
         mount = host.get("mounts", name) or {}
         if "noexec" in mount.get("options", ()):
-            use = {"site": "shared objects can not be loaded", "tmp": "Inductor and Triton can not load what they compile"}
+            use = {
+                "site": "shared objects can not be loaded",
+                "tmp": "Inductor and Triton can not load what they compile",
+            }
             level = BLOCK if name == "site" else WARN
             text = f"`{mount['point']}` is mounted noexec: {use.get(name, 'JIT caches there can not be loaded')}"
             yield Evidence("K12", level, mount["point"], text)
@@ -44,7 +52,9 @@ def filesystem(case: Case, needed_bytes: int = 0) -> Iterator[Evidence]:
 
 def transfer(_case: Case) -> Iterator[Evidence]:
     """The transfer is proved after it happened (K13)."""
-    yield Evidence("K13", NOTE, "manifest", "size, sha256, mode and link target of every file are checked on the target")
+    yield Evidence(
+        "K13", NOTE, "manifest", "size, sha256, mode and link target of every file are checked on the target"
+    )
 
 
 def in_use(case: Case) -> Iterator[Evidence]:
@@ -52,7 +62,8 @@ def in_use(case: Case) -> Iterator[Evidence]:
     users = case.target.host.get("users") or ()
     for user in users:
         stale = ", from files that are deleted already" if user.get("deleted") else ""
-        text = f"process {user['pid']} ({user['command']}) has this tree loaded{stale}; it keeps its generation until it ends"
+        text = f"process {user['pid']} ({user['command']}) has this tree loaded{stale}"
+        text += "; it keeps its generation until it ends"
         yield Evidence("K14", WARN, str(user["pid"]), text)
 
 
@@ -62,30 +73,54 @@ def environment(case: Case) -> Iterator[Evidence]:
     env = target.host.env
     ours = {item.soname or item.name for item in tree.objects.values()}
     for directory in target.system.search:
-        hidden = sorted(path.rsplit("/", 1)[1] for path in target.system.objects if path.rsplit("/", 1)[0] == directory and path.rsplit("/", 1)[1] in ours)
+        hidden = sorted(
+            path.rsplit("/", 1)[1]
+            for path in target.system.objects
+            if path.rsplit("/", 1)[0] == directory and path.rsplit("/", 1)[1] in ours
+        )
         if hidden:
-            text = f"LD_LIBRARY_PATH has `{directory}`, whose `{hidden[0]}` wins over the tree's where the loader has a RUNPATH"
+            text = (
+                f"LD_LIBRARY_PATH has `{directory}`, whose `{hidden[0]}` wins over the tree's for a loader with RUNPATH"
+            )
             yield Evidence("K15", WARN, directory, text, "unset LD_LIBRARY_PATH for the service")
     if env.get("LD_PRELOAD"):
         yield Evidence("K15", WARN, "LD_PRELOAD", f"LD_PRELOAD is `{env['LD_PRELOAD']}`")
     for entry, package in target.host.get("shadowing") or ():
-        yield Evidence("K15", BLOCK, entry, f"PYTHONPATH has `{entry}`, whose `{package}` is imported instead of the tree's", "take it out of PYTHONPATH")
+        yield Evidence(
+            "K15",
+            BLOCK,
+            entry,
+            f"PYTHONPATH has `{entry}`, whose `{package}` is imported instead of the tree's",
+            "take it out of PYTHONPATH",
+        )
     runtimes = sorted(path for soname, path in target.system.cache.items() if cuda.RUNTIME.match(soname))
     majors = {soname for soname in target.system.cache if cuda.RUNTIME.match(soname)}
     if len(majors) > 1:
-        yield Evidence("K15", WARN, runtimes[0], f"ld.so.cache offers {' and '.join(f'`{path}`' for path in runtimes)}: cuDNN refuses both in one process")
+        yield Evidence(
+            "K15",
+            WARN,
+            runtimes[0],
+            f"ld.so.cache offers {' and '.join(f'`{path}`' for path in runtimes)}: cuDNN refuses both in one process",
+        )
 
 
 def jit(case: Case) -> Iterator[Evidence]:
     """Report JIT caches that belong to another environment, and compilers that a JIT would need (K16)."""
     host, tree = case.target.host, case.result.tree
-    changed = tree.torch_version != case.target.tree.torch_version or any(d.key == "triton" for d in case.composition.moved)
+    changed = tree.torch_version != case.target.tree.torch_version or any(
+        d.key == "triton" for d in case.composition.moved
+    )
     yield from stale(case.target, tree.cuda_major, changed)
     if not any(dist.key in JIT_PACKAGES for dist in tree.dists):
         return
     nvcc = host.get("tools", "nvcc")
     if nvcc is None:
-        yield Evidence("K16", NOTE, "nvcc", f"no nvcc on {case.target.name}: kernels that are not precompiled can not be built there")
+        yield Evidence(
+            "K16",
+            NOTE,
+            "nvcc",
+            f"no nvcc on {case.target.name}: kernels that are not precompiled can not be built there",
+        )
     else:
         have = cuda.version(nvcc.get("version"))[:2]
         for gpu in host.gpus:
@@ -95,7 +130,8 @@ def jit(case: Case) -> Iterator[Evidence]:
                 yield Evidence("K16", WARN, nvcc["path"], text, "set CUDA_HOME to a toolkit that knows this GPU")
                 break
         if have and tree.cuda_major and have[0] != tree.cuda_major:
-            text = f"`{nvcc['path']}` is CUDA {nvcc['version']}, torch is CUDA {tree.cuda}: what a JIT builds will need the other runtime"
+            text = f"`{nvcc['path']}` is CUDA {nvcc['version']}, torch is CUDA {tree.cuda}"
+            text += ": what a JIT builds will need the other runtime"
             yield Evidence("K16", WARN, nvcc["path"], text, "set CUDA_HOME to a toolkit of torch's CUDA")
     for name in ("gcc", "ninja"):
         if host.get("tools") and host.get("tools", name) is None:
@@ -113,10 +149,12 @@ def stale(site: Site, major: int | None, changed: bool) -> Iterator[Evidence]:
         ]
         mend = "`launch` gives every generation its own cache; remove this one if nothing else uses it"
         if wrong:
-            text = f"`{cache['path']}` holds `{wrong[0][0]}`, which needs `{wrong[0][1]}`: built for another CUDA than {major}"
+            path, soname = wrong[0]
+            text = f"`{cache['path']}` holds `{path}`, which needs `{soname}`: built for another CUDA than {major}"
             yield Evidence("K16", WARN, cache["path"], text, mend)
         elif changed and cache.get("files"):
-            text = f"`{cache['path']}` has {cache['files']} files of the environment before: stale kernels give wrong text, not errors"
+            text = f"`{cache['path']}` has {cache['files']} files of the environment before"
+            text += ": stale kernels give wrong text, not errors"
             yield Evidence("K16", WARN, cache["path"], text, mend)
         if "noexec" in (cache.get("mount") or {}).get("options", ()):
             yield Evidence("K12", WARN, cache["path"], f"`{cache['path']}` is on a noexec mount")

@@ -1,4 +1,4 @@
-"""K1 closure, K3 torch ABI, K6 libc: what the loader would newly miss, said with who provides it and who took it away."""
+"""K1 closure, K3 torch ABI, K6 libc: what the loader would newly miss, who provides it, who took it away."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def _evidence(case: Case, check: str, kind: str, misses: list[Miss]) -> Evidence
     mend = ""
     if kind == SYMBOL:
         names = [plain(miss.item) for miss in misses]
-        shown = ", ".join(f"`{name}`" for name in dict.fromkeys(names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        shown = ", ".join(f"`{name}`" for name in dict.fromkeys(names[:3])) + (
+            f" and {len(names) - 3} more" if len(names) > 3 else ""
+        )
         text = f"{who} needs {shown}"
         what = first.item
         misses = misses[:1]
@@ -70,7 +72,7 @@ def _evidence(case: Case, check: str, kind: str, misses: list[Miss]) -> Evidence
         site, item = provider
         text += f"; {_provided(case, site, item.path, kind)}"
         if kind == VERSION and LIBC.match(item.name):
-            mend = f"only an operating system at least as new as {site.name}'s has it; build the package there, or upgrade the host"
+            mend = f"upgrade the system of {case.target.name}, or build the package on one that is as old"
         elif case.owner_of(site, item) is None and kind == LIBRARY:
             mend = f"install the system package that holds `{first.item}` on {case.target.name}"
     return Evidence(check, BLOCK, what, text, mend)
@@ -113,8 +115,8 @@ def torch_abi(case: Case) -> Iterator[Evidence]:
         if bound:
             yield Evidence(
                 "K3", WARN, dist.key,
-                f"{dist.shown} uses torch's C++ symbols (`{bound[0]}`) and ran with torch {built}; with {after} it links, "
-                "but C++ symbols carry no promise",
+                f"{dist.shown} uses torch's C++ symbols (`{bound[0]}`) and ran with torch {built}; "
+                f"with {after} it links, but C++ symbols carry no promise",
                 "move it together with its torch, or rely on the import probe",
             )  # fmt: skip
 
@@ -142,5 +144,6 @@ def baseline_note(case: Case) -> Iterator[Evidence]:
         theirs = sum(case.composition.origin.get(miss.by) == TARGET for miss in accepted)
         yield Evidence(
             "K1", NOTE, "baseline",
-            f"{len(accepted)} unresolved before as well, and accepted: {ours} on {case.source.name}, {theirs} on {case.target.name}",
+            f"{len(accepted)} unresolved before as well, and accepted: "
+            f"{ours} on {case.source.name}, {theirs} on {case.target.name}",
         )  # fmt: skip

@@ -17,7 +17,7 @@ MAX_ROUNDS = 24
 
 @dataclass(frozen=True, slots=True, order=True)
 class Step:
-    """A distribution that must move too, because of `asker`, which is in the set already; `why` is said of the asker."""
+    """A distribution that must move too, because of `asker`, which is in the set; `why` is said of the asker."""
 
     name: str
     version: str
@@ -69,8 +69,9 @@ def smallest_set(source: Site, target: Site, asked: Collection[str]) -> Solution
 def solve(source: Site, target: Site, asked: Collection[str], before: Closure, now: Closure) -> Solution:
     """As `smallest_set`, with both closures at hand.
 
-    Each round adds what the misses of the round before force: the provider on the source of what a moved file needs, the
-    source's version of what an unmoved file lost. Then each addition is tried without: what is not needed in the end goes.
+    Each round adds what the misses of the round before force: the provider on the source of what a moved file needs,
+    the source's version of what an unmoved file lost. Then each addition is tried without: what is not needed in the
+    end goes.
     """
     have = {dist.key for dist in source.tree.dists}
     start = frozenset(asked) & have
@@ -120,16 +121,29 @@ def _forced(case: Case) -> tuple[list[Step], tuple[str, ...]]:
         if item.dist in moved and provider is not None and item.name not in moved:
             steps.append(Step(provider.key, provider.version, item.dist, f"requires {item.requirement}"))
         elif item.dist not in moved and item.exact and asker is not None:
-            steps.append(Step(asker.key, asker.version, item.name, f"changes, and {item.dist} requires {item.requirement}"))
+            steps.append(
+                Step(asker.key, asker.version, item.name, f"changes, and {item.dist} requires {item.requirement}")
+            )
         elif item.dist in moved or item.exact:
-            unsolved.append(f"{item.dist} requires {item.requirement}, and {case.source.name} has nothing that satisfies it")
+            unsolved.append(
+                f"{item.dist} requires {item.requirement}, and {case.source.name} has nothing that satisfies it"
+            )
     for path, (level, _text) in mixed(case.result).items():
         # A library of the other CUDA that stayed: the source's build of the same library takes its place.
         stays = case.composition.dist(path)
         base = CUDA_SUFFIX.sub("", stays.key) if stays else ""
         sibling = next((d for d in case.source.tree.dists if base and CUDA_SUFFIX.sub("", d.key) == base), None)
-        if level == BLOCK and not case.from_source(path) and stays is not None and sibling and sibling.key not in moved and "torch" in moved:
-            steps.append(Step(sibling.key, sibling.version, "torch", f"is CUDA {case.result.tree.cuda}, {stays.shown} is not"))
+        if (
+            level == BLOCK
+            and not case.from_source(path)
+            and stays is not None
+            and sibling
+            and sibling.key not in moved
+            and "torch" in moved
+        ):
+            steps.append(
+                Step(sibling.key, sibling.version, "torch", f"is CUDA {case.result.tree.cuda}, {stays.shown} is not")
+            )
     return steps, tuple(dict.fromkeys(unsolved))
 
 
@@ -152,7 +166,11 @@ def _mend(case: Case, miss: Miss) -> Step | None:
     removal = next((item for item in case.composition.removed if item.dist is lost), None)
     if removal is None:
         return Step(instead.key, instead.version, name, f"would no longer find {what}")
-    replaced = f"replaces {removal.dist.shown}" if removal.by != removal.dist.key else f"replaces version {removal.dist.version}"
+    replaced = (
+        f"replaces {removal.dist.shown}"
+        if removal.by != removal.dist.key
+        else f"replaces version {removal.dist.version}"
+    )
     return Step(instead.key, instead.version, removal.by, f"{replaced}, which gives {name} {what}")
 
 

@@ -1,7 +1,8 @@
 """A summary for people: sorted `namespace :: feature :: value` lines, spelled as PEP 825 spells variant properties.
 
-Where a draft names a property (`nvidia :: cuda_version_lower_bound`, `nvidia :: sm_arch`, `abi_dependency :: torch`, PEP 850)
-its name is used; the rest is ours. Drafts move: the mapping is here and nowhere else. Tags never decide anything.
+Where a draft names a property (`nvidia :: cuda_version_lower_bound`, `nvidia :: sm_arch`, `abi_dependency :: torch`,
+PEP 850) its name is used; the rest is ours. Drafts move: the mapping is here and nowhere else. Tags never decide
+anything.
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ def properties(site: Site) -> dict[str, tuple[str, ...]]:
     floors: dict[str, list[tuple[int, ...]]] = {}
     provided = {item.soname or item.name for item in tree.objects.values()}
     for path, item in tree.objects.items():
-        kind = kind_of(site, path) if any(TORCH_LIBRARY.match(name) for name in item.needed) and not path.startswith("torch/") else ""
+        kind = (
+            kind_of(site, path)
+            if any(TORCH_LIBRARY.match(name) for name in item.needed) and not path.startswith("torch/")
+            else ""
+        )
         if kind:
             add("ddtree :: torch_abi", kind)
         if path == "torch/lib/libc10.so":
@@ -64,8 +69,8 @@ def properties(site: Site) -> dict[str, tuple[str, ...]]:
         for soname in item.needed:
             if soname not in provided and not LIBC.match(soname) and re.fullmatch(r"[\w.+-]+", soname):
                 add("ddtree :: needs_system", soname)
-    for name, versions in floors.items():
-        add(f"ddtree :: {name}_floor", ".".join(str(n) for n in max(versions)))
+    for name, seen in floors.items():
+        add(f"ddtree :: {name}_floor", ".".join(str(n) for n in max(seen)))
     return {name: tuple(sorted(values)) for name, values in out.items() if values}
 
 

@@ -1,7 +1,8 @@
-"""Gather what decides whether a Python environment loads here: its ELF files, its metadata, and the libraries around it.
+"""Gather what decides whether a Python environment loads here: its ELF files, its metadata, and the libraries around
+it.
 
-`collect` answers with plain data (JSON). It imports no torch, writes nothing, and judges nothing: the controller composes
-the facts of two hosts into the tree that would result, and judges that (`ddtree_deploy.abi`).
+`collect` answers with plain data (JSON). It imports no torch, writes nothing, and judges nothing: the controller
+composes the facts of two hosts into the tree that would result, and judges that (`ddtree_deploy.abi`).
 """
 
 import ast
@@ -23,9 +24,9 @@ STAMPED = ("libnccl.so.", "libnvshmem_host.so.", "libcusparseLt.so.", "libcudnn_
 def collect(root, python=None, env=None, sonames=(), home=None):
     """Return `{"schema", "tree", "host", "system"}` for the site-packages at `root`.
 
-    `python` is the venv's interpreter (default: the one that runs this); `env` is laid over this process's environment to
-    give the service's; `sonames` are libraries that a snapshot from elsewhere needs, looked up here too; `home` is the
-    service user's.
+    `python` is the venv's interpreter (default: the one that runs this); `env` is laid over this process's environment
+    to give the service's; `sonames` are libraries that a snapshot from elsewhere needs, looked up here too; `home` is
+    the service user's.
     """
     env = dict(os.environ, **(env or {}))
     home = home or os.path.expanduser("~")
@@ -72,7 +73,7 @@ def expand(entries, origin):
 
 
 def tree(root):
-    """Return the facts of one site-packages: ELF files by relative path, distributions with their RECORD, torch's preloads."""
+    """Return the facts of one site-packages: ELF files by relative path, distributions, torch's preloads."""
     root = os.path.realpath(root)
     sizes, links, objects, hardlinks = _walk(root)
     files = {}
@@ -106,7 +107,7 @@ def tree(root):
 
 def _should_be_elf(facts, path):
     """Tell a damaged shared object from a text file that is merely named like one (linker scripts exist)."""
-    return facts["problems"] and facts["problems"][0] != "not an ELF file" or path.endswith((".abi3.so", "-gnu.so"))
+    return (facts["problems"] and facts["problems"][0] != "not an ELF file") or path.endswith((".abi3.so", "-gnu.so"))
 
 
 def _walk(root):
@@ -188,9 +189,19 @@ def _record_sizes(path):
 
 
 def _code_versions(root):
-    """Return {package: version} as the code itself says it (`__version__ = "..."` at the top level), without importing."""
+    """Return {package: version} as the code says it (a top-level `__version__ = "..."`), without importing."""
     out = {}
-    for package in ("torch", "triton", "sglang", "sgl_kernel", "vllm", "flashinfer", "flash_attn", "xformers", "torchvision"):
+    for package in (
+        "torch",
+        "triton",
+        "sglang",
+        "sgl_kernel",
+        "vllm",
+        "flashinfer",
+        "flash_attn",
+        "xformers",
+        "torchvision",
+    ):
         for name in ("version.py", "_version.py", "__init__.py"):
             version = _dunder_version(os.path.join(root, package, name))
             if version:
@@ -208,9 +219,10 @@ def _dunder_version(path):
     for node in module.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         value = getattr(node, "value", None)
-        if isinstance(target, ast.Name) and target.id in ("__version__", "version") and isinstance(value, ast.Constant):
-            if isinstance(value.value, str) and value.value[:1].isdigit():
-                return value.value
+        if isinstance(target, ast.Name) and target.id in ("__version__", "version"):
+            text = getattr(value, "value", None)
+            if isinstance(text, str) and text[:1].isdigit():
+                return text
     return None
 
 
@@ -220,8 +232,8 @@ def _dunder_version(path):
 def system(wanted, host, env, dirs=()):
     """Return the libraries outside the tree that the loader could use for `wanted` sonames, transitively.
 
-    `search` are LD_LIBRARY_PATH's directories; `cache` maps a soname to what ld.so.cache or the trusted directories give;
-    `files` holds the facts by absolute path; `interpreter` is the executable whose scope everything else shares.
+    `search` are LD_LIBRARY_PATH's directories; `cache` maps a soname to what ld.so.cache or the trusted directories
+    give; `files` holds the facts by absolute path; `interpreter` is the executable whose scope everything else shares.
     """
     search = [os.path.realpath(d) for d in env.get("LD_LIBRARY_PATH", "").split(":") if d and os.path.isdir(d)]
     preloads = [path for path in env.get("LD_PRELOAD", "").replace(":", " ").split() if path]
@@ -231,7 +243,12 @@ def system(wanted, host, env, dirs=()):
     program = _packed(elf.read(interpreter))
     files[interpreter] = program
     extra = sorted(set(dirs) | set(expand(program["rpath"] + program["runpath"], os.path.dirname(interpreter))))
-    todo = list(wanted) + program["needed"] + ["libcuda.so.1", "libnvidia-ml.so.1", "libstdc++.so.6", "libc.so.6"] + preloads
+    todo = (
+        list(wanted)
+        + program["needed"]
+        + ["libcuda.so.1", "libnvidia-ml.so.1", "libstdc++.so.6", "libc.so.6"]
+        + preloads
+    )
     seen = set()
     while todo:
         soname = todo.pop()
@@ -239,7 +256,9 @@ def system(wanted, host, env, dirs=()):
             continue
         seen.add(soname)
         candidates = [soname] if "/" in soname else [os.path.join(d, soname) for d in search + extra]
-        found = known.get(soname) or next((p for d in host_facts.TRUSTED_DIRS for p in [os.path.join(d, soname)] if os.path.isfile(p)), None)
+        found = known.get(soname) or next(
+            (p for d in host_facts.TRUSTED_DIRS for p in [os.path.join(d, soname)] if os.path.isfile(p)), None
+        )
         if found:
             cache[soname] = os.path.realpath(found)
             candidates.append(cache[soname])

@@ -1,8 +1,8 @@
 """Read what the dynamic loader would read from an ELF file, and the GPU architectures embedded in it.
 
 Everything is found through PT_DYNAMIC, so stripped files work; sections are used only for `.nv_fatbin`. Content can
-not make `read` raise: a damaged file gives `problems`, and whatever could still be read. Plain reads at offsets, no mapping: a
-file that shrinks meanwhile is a short read here and would be a SIGBUS there.
+not make `read` raise: a damaged file gives `problems`, and whatever could still be read. Plain reads at offsets, no
+mapping: a file that shrinks meanwhile is a short read here and would be a SIGBUS there.
 Sources: the ELF-64 specification, the LSB chapter on symbol versioning, `elf.h`. The fatbin layout is not documented by
 NVIDIA; the fields used here were checked against `cuobjdump --list-elf`.
 """
@@ -47,11 +47,11 @@ class _Damaged(Exception):
 def read(path, stamp=False):
     """Read one file and return its facts as plain data; never raise for what the file contains.
 
-    Keys: `size`, `machine`, `kind` (`dyn`, `exec`, `rel`, `other`, or None for what is no ELF file), `soname`, `needed`,
-    `rpath`, `runpath` (lists of directories), `defines` (names; `name@VER` hidden, `name@@VER` default version),
-    `undefined` and `weak` (names, or `name@VER`), `verneed` ({soname: [version]}), `verdef`, `archs` (sorted `sm_90a`,
-    `compute_80`; None when there is a fatbin that can not be read), `stamp` (CUDA toolkit named in the file, with
-    `stamp=True`), `problems` (what is wrong, in words).
+    Keys: `size`, `machine`, `kind` (`dyn`, `exec`, `rel`, `other`, or None for what is no ELF file), `soname`,
+    `needed`, `rpath`, `runpath` (lists of directories), `defines` (names; `name@VER` hidden, `name@@VER` default
+    version), `undefined` and `weak` (names, or `name@VER`), `verneed` ({soname: [version]}), `verdef`, `archs` (sorted
+    `sm_90a`, `compute_80`; None when there is a fatbin that can not be read), `stamp` (CUDA toolkit named in the file,
+    with `stamp=True`), `problems` (what is wrong, in words).
     """
     facts = {
         "size": 0, "machine": None, "kind": None, "soname": None, "needed": [], "rpath": [], "runpath": [],
@@ -336,7 +336,7 @@ def _fatbins(facts, image):
 
 
 def _walk_fatbin(image, at, end, found):
-    """Add the architectures of the containers in the file's bytes at..end to `found`; return what is damaged, or None."""
+    """Add the architectures of the containers in bytes at..end to `found`; return what is damaged, or None."""
     damage = None
     while at + 16 <= end:
         magic, _version, header, payload = struct.unpack("<4sHHQ", image.at(at, 16))

@@ -19,24 +19,32 @@ import torch
 torch.manual_seed(0)
 """
 
-COUNT = PRELUDE + """
+COUNT = (
+    PRELUDE
+    + """
 rows = []
 for index in range(torch.cuda.device_count()):
     major, minor = torch.cuda.get_device_capability(index)
     rows.append({"index": index, "name": torch.cuda.get_device_name(index), "cc": "%d.%d" % (major, minor)})
 print(json.dumps(rows))
 """
+)
 
-MATMUL = PRELUDE + """
+MATMUL = (
+    PRELUDE
+    + """
 a, b = torch.randn(256, 256), torch.randn(256, 256)
 for kind in (torch.float32, torch.bfloat16):
     got = (a.to("cuda", kind) @ b.to("cuda", kind)).float().cpu()
     torch.cuda.synchronize()
     want = a.to(kind).float() @ b.to(kind).float()
-    assert torch.allclose(got, want, rtol=2e-2, atol=1.0), "wrong product in %s: off by %g" % (kind, (got - want).abs().max())
+    assert torch.allclose(got, want, rtol=2e-2, atol=1.0), "wrong product in %s" % kind
 """
+)
 
-TRITON = PRELUDE + '''
+TRITON = (
+    PRELUDE
+    + '''
 # A kernel's source must be in a file: Triton reads it back.
 code = """
 import triton
@@ -57,16 +65,20 @@ add[(4,)](x, y, out, 1000, BLOCK=256)
 torch.cuda.synchronize()
 assert torch.equal(out, x + y), "wrong sum"
 '''
+)
 
-SGL_KERNEL = PRELUDE + """
+SGL_KERNEL = (
+    PRELUDE
+    + """
 import sgl_kernel
 x = torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)
 out = torch.empty(8, 128, device="cuda", dtype=torch.bfloat16)
 sgl_kernel.silu_and_mul(x, out)
 torch.cuda.synchronize()
 want = torch.nn.functional.silu(x[:, :128].float()) * x[:, 128:].float()
-assert torch.allclose(out.float(), want, rtol=2e-2, atol=2e-2), "wrong product: off by %g" % (out.float() - want).abs().max()
+assert torch.allclose(out.float(), want, rtol=2e-2, atol=2e-2), "wrong product"
 """
+)
 
 #: Operation -> (package that must be in the tree, program).
 OPERATIONS = {
@@ -123,12 +135,18 @@ def _each(root, python, env, scratch, timeout, index):
 
 
 def _run(root, python, env, cache, timeout, program):
-    """Run a program in a group of its own; return (what went wrong or "", output). A signal is a failure like any other."""
+    """Run a program in a group of its own; return (what went wrong or "", output). A signal is a failure."""
     env = dict(env, TRITON_CACHE_DIR=cache, TORCHINDUCTOR_CACHE_DIR=cache, PYTHONDONTWRITEBYTECODE="1")
     argv = [python, "-B", "-c", program, root]
     try:
         child = subprocess.Popen(
-            argv, env=env, cwd=cache, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            argv,
+            env=env,
+            cwd=cache,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
     except OSError as error:
         return "%s does not start: %s" % (python, error.strerror), ""

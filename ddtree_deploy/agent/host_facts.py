@@ -1,4 +1,4 @@
-"""Facts of a host beside its files: interpreter, C libraries, driver, GPUs, environment, mounts, JIT caches, compilers."""
+"""Facts of a host beside its files: interpreter, libc, driver, GPUs, environment, mounts, JIT caches, compilers."""
 
 import glob
 import json
@@ -106,7 +106,7 @@ def _loaded_path(soname):
 
 
 def ld_cache(path="/etc/ld.so.cache"):
-    """Return {soname: path} of a glibc-ld.so.cache1.1 file, 64-bit entries without a hardware condition, first one wins."""
+    """Return {soname: path} of a glibc-ld.so.cache1.1 file, 64-bit entries without hardware condition, first wins."""
     out = {}
     try:
         with open(path, "rb") as file:
@@ -121,12 +121,13 @@ def ld_cache(path="/etc/ld.so.cache"):
             hardware = int.from_bytes(data[at + 16 : at + 24], "little")
             if hardware or flags & 0xFF00 == 0 or key >= len(data) or value >= len(data):
                 continue
-            name, target = (data[start + at : data.find(b"\0", start + at)].decode("utf-8", "replace") for at in (key, value))
+            name, target = (
+                data[start + at : data.find(b"\0", start + at)].decode("utf-8", "replace") for at in (key, value)
+            )
             out.setdefault(name, target)
     except OSError:
         pass
     return out
-
 
 
 # --- GPUs -----------------------------------------------------------------------------------------------------------
@@ -159,7 +160,8 @@ print(json.dumps(out))
 
 
 def gpus():
-    """Return `{"list": [{index, name, cc, memory}], "driver", "cuda", "from", "error"}` from NVML, else from nvidia-smi.
+    """Return `{"list": [{index, name, cc, memory}], "driver", "cuda", "from", "error"}` from NVML, else from
+    nvidia-smi.
 
     NVML runs in a process of its own: a library that does not fit the kernel module may crash it.
     """
@@ -176,7 +178,11 @@ def gpus():
             out["error"] = reason
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             out["error"] = "NVML: %s" % str(error)[:200]
-    argv = ["nvidia-smi", "--query-gpu=index,name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    argv = [
+        "nvidia-smi",
+        "--query-gpu=index,name,compute_cap,memory.total,driver_version",
+        "--format=csv,noheader,nounits",
+    ]
     try:
         done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=30, check=True)
     except subprocess.CalledProcessError as error:
@@ -252,7 +258,7 @@ def _owner(root):
 
 
 def caches(env, home):
-    """Return the JIT caches that exist, with the shared objects in them (at most 200 each): what they need, for which GPU."""
+    """Return the JIT caches that exist, with their shared objects (at most 200): what they need, for which GPU."""
     out = []
     user = os.path.basename(home) or "root"
     for kind, variable, default in CACHES:
@@ -276,12 +282,16 @@ def caches(env, home):
 
 
 def tools(env):
-    """Return `{"nvcc": {"path", "version"}, ...}` for the compilers that a JIT would pick: CUDA_HOME first, then PATH."""
+    """Return `{"nvcc": {"path", "version"}, ...}` for what a JIT would pick: CUDA_HOME first, then PATH."""
     out = {}
     search = env.get("PATH", os.defpath).split(":")
     cuda = env.get("CUDA_HOME") or env.get("CUDA_PATH")
     for name, dirs, pattern in (
-        ("nvcc", ([os.path.join(cuda, "bin")] if cuda else []) + search + ["/usr/local/cuda/bin"], r"release (\d+\.\d+)"),
+        (
+            "nvcc",
+            ([os.path.join(cuda, "bin")] if cuda else []) + search + ["/usr/local/cuda/bin"],
+            r"release (\d+\.\d+)",
+        ),
         ("gcc", search, r"(\d+\.\d+\.\d+)"),
         ("ninja", search, r"(\d+\.\d+\S*)"),
     ):
@@ -289,7 +299,9 @@ def tools(env):
         out[name] = None
         if path:
             try:
-                done = subprocess.run([path, "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20)
+                done = subprocess.run(
+                    [path, "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20, check=False
+                )
                 match = re.search(pattern, done.stdout.decode("utf-8", "replace"))
             except (OSError, subprocess.SubprocessError):
                 match = None
@@ -298,7 +310,7 @@ def tools(env):
 
 
 def users(root):
-    """Return the processes that have shared objects of this tree mapped: `{"pid", "command", "deleted"}` (proc(5), maps)."""
+    """Return the processes that have files of this tree mapped: `{"pid", "command", "deleted"}` (proc(5))."""
     root = os.path.realpath(root)
     out = []
     for name in os.listdir("/proc"):

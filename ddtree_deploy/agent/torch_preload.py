@@ -1,4 +1,5 @@
-"""Read from `torch/__init__.py` which CUDA libraries `import torch` loads beforehand, in which order, from which directories.
+"""Read from `torch/__init__.py` which CUDA libraries `import torch` loads beforehand, in which order, from which
+directories.
 
 The list and the order belong to a torch release and decide which of two CUDA majors wins in a merged tree, so they are
 parsed from the tree at hand (by its syntax tree; nothing is run).
@@ -9,7 +10,8 @@ import os
 
 
 def read(root):
-    """Return what `import torch` preloads, read from this tree's `torch/__init__.py`; None when it can not be recognised.
+    """Return what `import torch` preloads, read from this tree's `torch/__init__.py`; None when it can not be
+    recognised.
 
     `layouts` are the directories tried in order, with `{folder}` and `{major}`; `always` is loaded after
     `libtorch_global_deps.so` was, if a CUDA runtime came with it; `on_error` when it could not be. Items are
@@ -63,7 +65,9 @@ def _strings(node):
     """Return [[folder, glob]] of a literal dict or list of pairs of strings, else None."""
     if isinstance(node, ast.Dict):
         pairs = list(zip(node.keys, node.values))
-    elif isinstance(node, (ast.List, ast.Tuple)) and all(isinstance(e, ast.Tuple) and len(e.elts) == 2 for e in node.elts):
+    elif isinstance(node, (ast.List, ast.Tuple)) and all(
+        isinstance(e, ast.Tuple) and len(e.elts) == 2 for e in node.elts
+    ):
         pairs = [tuple(e.elts) for e in node.elts]
     else:
         return None

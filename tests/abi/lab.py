@@ -15,7 +15,7 @@ from ddtree_deploy.agent import abi_facts
 GCC = shutil.which("gcc")
 
 # A torch that preloads like the real one: the same function names, the same order of directories, three libraries.
-TORCH_INIT = '''
+TORCH_INIT = """
 import ctypes
 import glob
 import os
@@ -72,7 +72,7 @@ def _load_global_deps():
 
 _load_global_deps()
 ctypes.CDLL(os.path.join(os.path.dirname(__file__), "_C.so"))
-'''
+"""
 LOAD = """
 import ctypes, os, sys
 sys.path.insert(0, sys.argv[1])
@@ -111,8 +111,14 @@ class Env:
         work.mkdir(parents=True, exist_ok=True)
         source = work / "code.c"
         lines = [f'extern int u{i}(void) __asm__("{name}");' for i, name in enumerate(uses)]
-        lines += [f'int d{i}(void) __asm__("{name}");\nint d{i}(void) {{ return {i}; }}' for i, name in enumerate(defines)]
-        lines += ["int used(void);\nint used(void) { return " + " + ".join(["0", *(f"u{i}()" for i in range(len(uses)))]) + "; }"]
+        lines += [
+            f'int d{i}(void) __asm__("{name}");\nint d{i}(void) {{ return {i}; }}' for i, name in enumerate(defines)
+        ]
+        lines += [
+            "int used(void);\nint used(void) { return "
+            + " + ".join(["0", *(f"u{i}()" for i in range(len(uses)))])
+            + "; }"
+        ]
         source.write_text("\n".join([*lines, asm]) + "\n")
         argv = ["gcc", "-shared", "-fPIC", "-O1", "-nostartfiles", "-o", str(place), str(source), "-Wl,--no-as-needed"]
         argv += [f"-Wl,-soname,{soname}"] if soname else []
@@ -130,7 +136,10 @@ class Env:
         """Write a dist-info whose RECORD names `files` (paths, or directories taken whole)."""
         info = self.root / f"{name.replace('-', '_')}-{version}.dist-info"
         info.mkdir(exist_ok=True)
-        meta = [f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}", *(f"Requires-Dist: {item}" for item in requires)]
+        meta = [
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}",
+            *(f"Requires-Dist: {item}" for item in requires),
+        ]
         (info / "METADATA").write_text("\n".join(meta) + "\n\n")
         rows = []
         for item in files:
@@ -161,7 +170,11 @@ class Env:
         self.so("torch/lib/libtorch_global_deps.so", soname="libtorch_global_deps.so", links=[runtime], rpath=rpath)
         core = [self.root / "torch/lib/libc10.so"]
         self.so("torch/lib/libtorch.so", soname="libtorch.so", links=[*core, runtime], rpath=rpath)
-        self.so("torch/_C.so", links=[*core, self.root / "torch/lib/libtorch.so"], rpath=rpath.replace("$ORIGIN/../../", "$ORIGIN/../") + ":$ORIGIN/lib")
+        self.so(
+            "torch/_C.so",
+            links=[*core, self.root / "torch/lib/libtorch.so"],
+            rpath=rpath.replace("$ORIGIN/../../", "$ORIGIN/../") + ":$ORIGIN/lib",
+        )
         (self.root / "torch/version.py").write_text(f"__version__ = '{version}'\ncuda = '{major}.{minor}'\n")
         (self.root / "torch/__init__.py").write_text(TORCH_INIT)
         self.dist("torch", release, ["torch"])

@@ -82,7 +82,10 @@ def test_a_library_without_even_a_version_table_is_refused(env: MakeEnv) -> None
 
 def test_weak_symbols_and_missing_ones(env: MakeEnv) -> None:
     e = env("e")
-    e.so("weak.so", asm="extern int nowhere(void) __attribute__((weak));\nint probe(void) { return nowhere ? nowhere() : 0; }")
+    e.so(
+        "weak.so",
+        asm="extern int nowhere(void) __attribute__((weak));\nint probe(void) { return nowhere ? nowhere() : 0; }",
+    )
     e.so("strong.so", uses=["nowhere"])
     assert agree(e, "weak.so", "strong.so") == [True, False]
     raw = e.site("here").tree.objects["weak.so"].raw
@@ -118,11 +121,14 @@ def test_preloads_decide_what_an_extension_without_rpath_finds(env: MakeEnv, lay
         donor.cuda(major)
         library = next(donor.root.glob(f"nvidia/*/lib/libnvrtc.so.{major}"))
         e.so(f"ext{major}.so", uses=["nvrtcGo"], links=[library])
-    assert agree(e, "torch/_C.so", "ext12.so", "ext13.so") == {
-        "cu12": [True, True, False],
-        "cu13": [True, False, True],
-        "merged": [True, True, False],
-    }[layout]
+    assert (
+        agree(e, "torch/_C.so", "ext12.so", "ext13.so")
+        == {
+            "cu12": [True, True, False],
+            "cu13": [True, False, True],
+            "merged": [True, True, False],
+        }[layout]
+    )
 
 
 def test_torch_that_can_not_load_says_so_once(env: MakeEnv) -> None:

@@ -1,4 +1,4 @@
-"""The ELF and fatbin readers: beside pyelftools on this machine's libraries, on hand-made GPU code, on damaged bytes."""
+"""The ELF and fatbin readers: beside pyelftools on real libraries, on hand-made GPU code, on damaged bytes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,24 @@ needs_gcc = pytest.mark.skipif(GCC is None, reason="no gcc: the shared objects o
 
 
 def some_libraries() -> list[Path]:
-    """A few dozen real objects of every kind that this machine has: the interpreter, its modules, C and C++ libraries."""
+    """A few dozen real objects of this machine: the interpreter, its modules, C and C++ libraries."""
     found = [HERE, *sorted(SITE.glob("*.so"))[:20]]
-    for directory in ("/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu", "/lib64", "/usr/lib64", "/lib/aarch64-linux-gnu"):
-        for pattern in ("libc.so.6", "libm.so.6", "libstdc++.so.6", "libgcc_s.so.1", "libz.so.1", "libcrypto.so.*", "libpthread.so.0"):
+    for directory in (
+        "/lib/x86_64-linux-gnu",
+        "/usr/lib/x86_64-linux-gnu",
+        "/lib64",
+        "/usr/lib64",
+        "/lib/aarch64-linux-gnu",
+    ):
+        for pattern in (
+            "libc.so.6",
+            "libm.so.6",
+            "libstdc++.so.6",
+            "libgcc_s.so.1",
+            "libz.so.1",
+            "libcrypto.so.*",
+            "libpthread.so.0",
+        ):
             found += sorted(Path(directory).glob(pattern))
     numpy = Path(next(iter(__import__("numpy").__path__)))
     found += [*sorted(numpy.parent.glob("numpy.libs/*"))[:3], *sorted(numpy.glob("**/_multiarray_umath*.so"))]
@@ -41,7 +55,15 @@ def by_pyelftools(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         image = ELFFile(file)
         dynamic = image.get_section_by_name(".dynamic")
-        out: dict[str, Any] = {"needed": [], "soname": None, "rpath": [], "runpath": [], "undefined": [], "weak": [], "defines": []}
+        out: dict[str, Any] = {
+            "needed": [],
+            "soname": None,
+            "rpath": [],
+            "runpath": [],
+            "undefined": [],
+            "weak": [],
+            "defines": [],
+        }
         if not isinstance(dynamic, DynamicSection):
             return out
         for tag in dynamic.iter_tags():
@@ -55,12 +77,17 @@ def by_pyelftools(path: Path) -> dict[str, Any]:
                 out["runpath"] = tag.runpath.split(":")
         need = image.get_section_by_name(".gnu.version_r")
         out["verneed"] = (
-            {v.name: [aux.name for aux in auxiliaries if not aux.entry.vna_flags & 2] for v, auxiliaries in need.iter_versions()}
+            {
+                v.name: [aux.name for aux in auxiliaries if not aux.entry.vna_flags & 2]
+                for v, auxiliaries in need.iter_versions()
+            }
             if isinstance(need, GNUVerNeedSection)
             else {}
         )
         defined = image.get_section_by_name(".gnu.version_d")
-        out["verdef"] = [next(aux).name for v, aux in defined.iter_versions() if not v.entry.vd_flags & 1] if defined else []
+        out["verdef"] = (
+            [next(aux).name for v, aux in defined.iter_versions() if not v.entry.vd_flags & 1] if defined else []
+        )
         for symbol in image.get_section_by_name(".dynsym").iter_symbols():
             bind, visible = symbol.entry.st_info.bind, symbol.entry.st_other.visibility
             if bind not in ("STB_GLOBAL", "STB_WEAK", "STB_LOOS") or not symbol.name:
@@ -105,7 +132,9 @@ def test_versions_default_and_hidden(tmp_path: Path) -> None:
 @needs_gcc
 @pytest.mark.parametrize("header", [64, 80, 104, 112])
 def test_architectures_of_hand_made_gpu_code(tmp_path: Path, header: int) -> None:
-    section = container(["sm_80", "sm_90a"], header) + b"\0" * 40 + container(["sm_100f", "compute_120", "sm_120a"], header)
+    section = (
+        container(["sm_80", "sm_90a"], header) + b"\0" * 40 + container(["sm_100f", "compute_120", "sm_120a"], header)
+    )
     path = shared_object(tmp_path / "k.so", section)
     facts = elf.read(str(path))
     assert facts["archs"] == ["sm_80", "sm_90a", "sm_100f", "sm_120a", "compute_120"]
@@ -119,7 +148,9 @@ def test_relocatable_gpu_code_is_read_too(tmp_path: Path) -> None:
 
 
 @needs_gcc
-@pytest.mark.parametrize("section", [b"\1" * 64, container(["sm_80"])[:40], container([])], ids=["noise", "cut", "empty"])
+@pytest.mark.parametrize(
+    "section", [b"\1" * 64, container(["sm_80"])[:40], container([])], ids=["noise", "cut", "empty"]
+)
 def test_unreadable_gpu_code_is_unknown_not_absent(tmp_path: Path, section: bytes) -> None:
     facts = elf.read(str(shared_object(tmp_path / "k.so", section)))
     assert facts["archs"] is None
@@ -131,6 +162,13 @@ def test_no_gpu_code_is_none(env: Callable[[str], Env]) -> None:
     assert elf.read(str(env("e").so("plain.so", ["f"])))["archs"] == []
 
 
+PIECES = st.one_of(
+    st.binary(max_size=40),
+    st.builds(container, st.lists(st.sampled_from(["sm_80", "compute_90", "sm_120a"]), max_size=3)),
+    st.builds(entry, st.just("sm_90")),
+)
+
+
 # --- damaged bytes ---------------------------------------------------------------------------------------------------
 
 
@@ -140,19 +178,30 @@ def victims(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
     if GCC is None:
         pytest.skip("no gcc: the shared objects of these tests are compiled here")
     root = tmp_path_factory.mktemp("victims")
-    plain = Env(root / "e").so("libv.so", ["f", "g"], ["getpid", "nowhere"], soname="libv.so", runpath="$ORIGIN", versions="V_1 { global: *; };")
+    plain = Env(root / "e").so(
+        "libv.so",
+        ["f", "g"],
+        ["getpid", "nowhere"],
+        soname="libv.so",
+        runpath="$ORIGIN",
+        versions="V_1 { global: *; };",
+    )
     kernels = shared_object(root / "k.so", container(["sm_80", "sm_90a"]) + container(["compute_120"]))
     return [plain.read_bytes(), kernels.read_bytes()]
 
 
 def is_an_answer(facts: dict[str, Any]) -> bool:
     lists = ("needed", "rpath", "runpath", "defines", "undefined", "weak", "verdef", "problems")
-    return all(isinstance(facts[key], list) for key in lists) and (facts["archs"] is None or isinstance(facts["archs"], list))
+    return all(isinstance(facts[key], list) for key in lists) and (
+        facts["archs"] is None or isinstance(facts["archs"], list)
+    )
 
 
 @settings(max_examples=400, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_mutated_files_give_an_answer(victims: list[bytes], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_mutated_files_give_an_answer(
+    victims: list[bytes], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     """Flipped bytes, overwritten words, cuts and zeroed tails: findings or facts, never an exception, never a hang."""
     content = bytearray(data.draw(st.sampled_from(victims)))
     for _ in range(data.draw(st.integers(1, 8))):
@@ -170,9 +219,10 @@ def test_mutated_files_give_an_answer(victims: list[bytes], tmp_path_factory: py
 
 
 @settings(max_examples=150, deadline=2000)
-@given(section=st.lists(st.one_of(st.binary(max_size=40), st.builds(container, st.lists(st.sampled_from(["sm_80", "compute_90", "sm_120a"]), max_size=3)),
-       st.builds(entry, st.just("sm_90"))), max_size=6).map(b"".join), data=st.data())  # fmt: skip
-def test_any_bytes_in_a_gpu_section_give_an_answer(tmp_path_factory: pytest.TempPathFactory, section: bytes, data: st.DataObject) -> None:
+@given(section=st.lists(PIECES, max_size=6).map(b"".join), data=st.data())
+def test_any_bytes_in_a_gpu_section_give_an_answer(
+    tmp_path_factory: pytest.TempPathFactory, section: bytes, data: st.DataObject
+) -> None:
     content = bytearray(section)
     for _ in range(data.draw(st.integers(0, 4)) if content else 0):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -187,7 +237,9 @@ def test_any_bytes_in_a_gpu_section_give_an_answer(tmp_path_factory: pytest.Temp
 
 
 @settings(max_examples=100, deadline=2000)
-@given(content=st.one_of(st.binary(max_size=200), st.binary(max_size=200).map(lambda tail: b"\x7fELF\x02\x01\x01" + tail)))
+@given(
+    content=st.one_of(st.binary(max_size=200), st.binary(max_size=200).map(lambda tail: b"\x7fELF\x02\x01\x01" + tail))
+)
 def test_any_bytes_give_an_answer(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any.so"
     path.write_bytes(content)

@@ -29,8 +29,8 @@ MOUNTS = r"""
 
 @pytest.mark.parametrize(
     ("path", "fs", "noexec"),
-    [("/srv/x", "ext4", False), ("/tmp/x/y", "tmpfs", True), ("/home/a b/.triton", "nfs4", False), ("/home/a b/fast/x", "xfs", False),
-     ("/tmpfoo", "ext4", False)],
+    [("/srv/x", "ext4", False), ("/tmp/x/y", "tmpfs", True), ("/home/a b/.triton", "nfs4", False),
+     ("/home/a b/fast/x", "xfs", False), ("/tmpfoo", "ext4", False)],
 )  # fmt: skip
 def test_the_mount_that_holds_a_path(path: str, fs: str, noexec: bool) -> None:
     mount = host_facts.mount_of(path, MOUNTS)
@@ -50,7 +50,10 @@ def test_gpus_from_nvidia_smi_where_nvml_is_absent(tmp_path: Path, monkeypatch: 
     stub(tmp_path / "bin", "nvidia-smi", rows)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     found = host_facts.gpus()
-    assert [(gpu["name"], gpu["cc"]) for gpu in found["list"]] == [("NVIDIA RTX PRO 6000", "12.0"), ("NVIDIA H200", "9.0")]
+    assert [(gpu["name"], gpu["cc"]) for gpu in found["list"]] == [
+        ("NVIDIA RTX PRO 6000", "12.0"),
+        ("NVIDIA H200", "9.0"),
+    ]
     assert (found["driver"], found["from"]) == ("580.95.05", "nvidia-smi")
 
 
@@ -99,7 +102,11 @@ def test_ld_so_cache_is_read_as_ldconfig_prints_it() -> None:
     assert all(target in printed[name] for name, target in ours.items())
 
 
-@pytest.mark.parametrize("content", [b"", b"glibc-ld.so.cache1.1", b"glibc-ld.so.cache1.1" + struct.pack("<I", 1 << 31) + b"\xff" * 60], ids=["empty", "short", "liar"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"glibc-ld.so.cache1.1", b"glibc-ld.so.cache1.1" + struct.pack("<I", 1 << 31) + b"\xff" * 60],
+    ids=["empty", "short", "liar"],
+)
 def test_a_broken_ld_so_cache_is_empty_or_short(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "cache").write_bytes(content)
     assert isinstance(host_facts.ld_cache(str(tmp_path / "cache")), dict)
@@ -119,13 +126,20 @@ def test_order_layouts_and_required_are_read(tmp_path: Path) -> None:
     found = preload_of(tmp_path, TORCH_INIT)
     assert found is not None
     assert found["layouts"] == ["nvidia/{folder}/lib", "nvidia/cu{major}/lib", "{folder}/lib"]
-    order = [["cublas", "libcublas.so.*[0-9]", True], ["cuda_nvrtc", "libnvrtc.so.*[0-9]", True], ["cuda_runtime", "libcudart.so.*[0-9]", True]]
+    order = [
+        ["cublas", "libcublas.so.*[0-9]", True],
+        ["cuda_nvrtc", "libnvrtc.so.*[0-9]", True],
+        ["cuda_runtime", "libcudart.so.*[0-9]", True],
+    ]
     assert found["always"] == found["on_error"] == [*order, ["nvtx", "libnvToolsExt.so.*[0-9]", False]]
 
 
 def test_a_best_effort_call_makes_every_item_optional(tmp_path: Path) -> None:
     text = TORCH_INIT.replace("def _preload_cuda_deps(err=None):", "def _preload_cuda_deps(err=None, required=True):")
-    text = text.replace("_preload_cuda_lib(lib_folder, lib_name)\n    _pre", "_preload_cuda_lib(lib_folder, lib_name, required=required)\n    _pre")
+    text = text.replace(
+        "_preload_cuda_lib(lib_folder, lib_name)\n    _pre",
+        "_preload_cuda_lib(lib_folder, lib_name, required=required)\n    _pre",
+    )
     text = text.replace("            _preload_cuda_deps()", "            _preload_cuda_deps(required=False)")
     found = preload_of(tmp_path, text)
     assert found is not None
@@ -133,13 +147,20 @@ def test_a_best_effort_call_makes_every_item_optional(tmp_path: Path) -> None:
     assert {item[2] for item in found["on_error"]} == {True, False}  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("text", ["", "def broken(:\n", "x = 1\n", TORCH_INIT.replace("_load_global_deps", "_start_up")])
+@pytest.mark.parametrize(
+    "text", ["", "def broken(:\n", "x = 1\n", TORCH_INIT.replace("_load_global_deps", "_start_up")]
+)
 def test_what_is_not_recognised_is_none(tmp_path: Path, text: str) -> None:
     assert preload_of(tmp_path, text) is None
 
 
 def test_an_unknown_preloader_is_a_warning() -> None:
-    site = {"tree": {"torch": {"version": "3.0.0+cu140", "cuda": "14.0", "preload": None}, "dists": [{"name": "torch", "version": "3.0.0"}]}}
+    site = {
+        "tree": {
+            "torch": {"version": "3.0.0+cu140", "cuda": "14.0", "preload": None},
+            "dists": [{"name": "torch", "version": "3.0.0"}],
+        }
+    }
     verdict = abi.judge(abi.load(site, "a"), abi.load({}, "b"), ["torch"])
     assert verdict.level("K1") == "warn"
 
@@ -168,18 +189,23 @@ import json, sys
 sys.path.insert(0, sys.argv[1])
 from ddtree_deploy.agent import abi_facts
 facts = abi_facts.collect(sys.argv[2])
-foreign = sorted(n for n in sys.modules if n.split(".")[0] not in sys.stdlib_module_names) if sys.version_info >= (3, 10) else []
+known = getattr(sys, "stdlib_module_names", None)
+foreign = sorted(n for n in sys.modules if n.split(".")[0] not in known) if known else []
 print(json.dumps([facts, foreign]))
 """
 
 
 @pytest.mark.parametrize("python", pythons(), ids=lambda path: path.replace(str(Path.home()), "~"))
 def test_facts_are_gathered_with_the_standard_library_alone(python: str, tmp_path: Path) -> None:
-    probe = subprocess.run([python, "-c", "import sys; print(sys.version_info >= (3, 9))"], capture_output=True, text=True, check=False)
+    probe = subprocess.run(
+        [python, "-c", "import sys; print(sys.version_info >= (3, 9))"], capture_output=True, text=True, check=False
+    )
     if probe.stdout.strip() != "True":
         pytest.skip(f"{python} does not run, or is older than 3.9")
     (tmp_path / "pkg").mkdir()
-    (tmp_path / "pkg/libm.so").symlink_to(next(p for p in Path("/").glob("*lib*/x86_64-linux-gnu/libm.so.6") if p.exists()))
+    (tmp_path / "pkg/libm.so").symlink_to(
+        next(p for p in Path("/").glob("*lib*/x86_64-linux-gnu/libm.so.6") if p.exists())
+    )
     shutil.copy(os.path.realpath(sys.executable), tmp_path / "pkg/tool.so")
     argv = [python, "-I", "-S", "-B", "-c", GATHER, str(REPO), str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120)

@@ -56,7 +56,7 @@ def text_of(verdict: abi.Verdict, check: str) -> str:
 
 
 def test_the_accident_is_refused_and_the_smallest_set_works(env: MakeEnv) -> None:
-    """STORY 3: sglang alone onto a cu12 tree blocks; the set that is named passes, and loads for real after the push."""
+    """Sglang alone onto a cu12 tree blocks; the set that is named passes, and loads for real."""
     old, new = old_host(env), new_host(env)
     source, target = new.site("ct129"), old.site("ct200", [new])
     verdict = abi.judge(source, target, ["sglang"])
@@ -70,7 +70,12 @@ def test_the_accident_is_refused_and_the_smallest_set_works(env: MakeEnv) -> Non
 
     pushed = abi.judge(source, target, solution.names)
     assert pushed.ok, list(abi.lines(pushed))
-    assert {name for name, _version, _why in pushed.removed} >= {"sgl-kernel", "nvidia-cuda-nvrtc-cu12", "torch", "deep-gemm"}
+    assert {name for name, _version, _why in pushed.removed} >= {
+        "sgl-kernel",
+        "nvidia-cuda-nvrtc-cu12",
+        "torch",
+        "deep-gemm",
+    }
     old.overlay(new, pushed)
     for path in ("torch/_C.so", "sgl_kernel/common_ops.abi3.so", "deep_gemm/ops.so"):
         assert old.loads(path) == "ok"
@@ -101,7 +106,7 @@ def test_a_kernel_alone_is_told_symbol_library_and_provider(env: MakeEnv) -> Non
 
 
 def test_torch_without_its_kernels_names_the_untouched_that_break(env: MakeEnv) -> None:
-    """The hand-made overlay: torch and nvidia replaced, what nobody moved dies. The source has no deep-gemm to offer."""
+    """Torch and nvidia replaced by hand: what nobody moved dies, and the source has no deep-gemm."""
     old, new = old_host(env), new_host(env, deep_gemm=False)
     source, target = new.site("ct129"), old.site("ct200", [new])
     moved = ["torch", "nvidia-cublas", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime"]
@@ -129,8 +134,9 @@ def test_a_merged_tree_is_recognised(env: MakeEnv) -> None:
     verdict = abi.inspect(old.site("ct200"))
     assert not verdict.ok
     assert "the metadata says torch 2.9.1, the code in `torch` says 2.11.0+cu130" in text_of(verdict, "K9")
-    assert "`nvidia/cuda_nvrtc/lib/libnvrtc.so.12` of nvidia-cuda-nvrtc-cu12 12.0.1 is CUDA 12 beside torch 2.11.0+cu130" in text_of(
-        verdict, "K2"
+    assert (
+        "`nvidia/cuda_nvrtc/lib/libnvrtc.so.12` of nvidia-cuda-nvrtc-cu12 12.0.1 is CUDA 12 beside torch 2.11.0+cu130"
+        in text_of(verdict, "K2")
     )
     assert verdict.level("K2") == "block"
     assert "libnvrtc.so.13" in old.loads("sgl_kernel/common_ops.abi3.so")
@@ -163,7 +169,12 @@ def test_a_system_library_that_only_the_source_has(env: MakeEnv) -> None:
     (block,) = verdict.blocks
     assert (block.check, block.what) == ("K1", "libnuma.so.9") and "install the system package" in block.mend
     assert verdict.solution is not None and verdict.solution.steps == () and not verdict.solution.consistent
-    allowed = abi.judge(source.site("a"), target.site("b", [source]), ["pkg"], [abi.Allowance("K1", "libnuma.so.9", "installed tonight")])
+    allowed = abi.judge(
+        source.site("a"),
+        target.site("b", [source]),
+        ["pkg"],
+        [abi.Allowance("K1", "libnuma.so.9", "installed tonight")],
+    )
     assert allowed.ok and allowed.allowed == (("K1", "libnuma.so.9", "installed tonight"),)
     assert "(allowed: installed tonight)" in text_of(allowed, "K1")
 
@@ -210,7 +221,9 @@ def test_a_damaged_file_does_not_travel(env: MakeEnv, damage: str) -> None:
 
 def test_a_verdict_survives_json(env: MakeEnv) -> None:
     old, new = old_host(env), new_host(env)
-    verdict = abi.judge(new.site("ct129"), old.site("ct200", [new]), ["sglang"], [abi.Allowance.parse("K9:torch", "known")])
+    verdict = abi.judge(
+        new.site("ct129"), old.site("ct200", [new]), ["sglang"], [abi.Allowance.parse("K9:torch", "known")]
+    )
     data = abi.verdict_to_json(verdict)
     assert abi.verdict_from_json(json.loads(json.dumps(data))) == verdict
     assert data["solution"]["command"].startswith("ddtree-deploy push ct200 --only ")
