@@ -3,7 +3,7 @@
     decode.py --tiny --json benchmarks/results/decode-cpu.json
     decode.py --model T --drafter D --budgets 16 32 64 128
 
-Every prompt is decoded by every variant before the next prompt comes, in an order that rotates, so that a slow moment of
+Every prompt is decoded by every variant before the next one, in an order that rotates, so that a slow moment of
 the machine hits all alike. The time of a generation excludes its prompt. Outputs are compared with plain decoding token
 for token; where bf16 makes one differ, the target's own gap between the two tokens says whether it was a tie.
 """
@@ -136,7 +136,7 @@ def table(samples: list[Sample]) -> list[str]:
         for kind in (s.kind, "all"):
             groups[s.temperature, kind, s.variant].append(s)
     lines = [
-        "| temperature | prompts | variant | acceptance length | tokens/s | over plain | over DFlash | equal to plain |",
+        "| temperature | prompts | variant | acceptance length | tokens/s | over plain | over DFlash | as plain |",
         "|---|---|---|---|---|---|---|---|",
     ]
 
