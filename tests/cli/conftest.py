@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.venvs import install, make_venv, site_packages
+from tests.fixtures.venvs import Dist, make_venv, site
 
 COMMAND = [sys.executable, "-c", "from ddtree_deploy.cli import main; main()"]
 
@@ -63,19 +63,15 @@ def settled(text: str) -> str:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A venv with two packages, one of them patched by hand."""
-    venv = make_venv(tmp_path / "A")
-    install(
-        venv, "engine", "0.5.11", {"engine/__init__.py": "from engine import flags\n", "engine/flags.py": "NEW = 1\n"}
-    )
-    install(venv, "kernel", "2.0", {"kernel/__init__.py": "VERSION = '2.0'\n"}, scripts="kernel-info = kernel:main")
-    (site_packages(venv) / "engine/flags.py").write_text("NEW = 1\nPATCHED = True\n")
+    engine = {"engine/__init__.py": "from engine import flags\n", "engine/flags.py": "NEW = 1\n"}
+    kernel = Dist("kernel", "2.0", {"kernel/__init__.py": "VERSION = '2.0'\n"}, {"kernel-info": "kernel:main"})
+    venv = make_venv(tmp_path / "A", Dist("engine", "0.5.11", engine), kernel)
+    (site(venv) / "engine/flags.py").write_text("NEW = 1\nPATCHED = True\n")
     return venv
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     """A venv with an older engine, which owns a file that the newer one lacks, and a package of its own."""
-    venv = make_venv(tmp_path / "B")
-    install(venv, "engine", "0.5.9", {"engine/__init__.py": "", "engine/stale.py": "OLD = 1\n"})
-    install(venv, "own", "1.0", {"own/__init__.py": "MINE = 1\n"})
-    return venv
+    engine = Dist("engine", "0.5.9", {"engine/__init__.py": "", "engine/stale.py": "OLD = 1\n"})
+    return make_venv(tmp_path / "B", engine, Dist("own", "1.0", {"own/__init__.py": "MINE = 1\n"}))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import COMMAND, run, settled
-from tests.venvs import install, make_venv, tree
+from tests.fixtures.venvs import Dist, contents, install, make_venv
 
 
 def on_a_terminal(*argv: str, typed: str = "", cwd: Path | None = None) -> tuple[int, str]:
@@ -91,7 +91,7 @@ def test_a_needed_confirmation_without_a_terminal_is_refused_before_any_prompt(s
     run("snapshot", "local", "--venv", str(source))
     where = ("local", "--venv", str(target))
     run("push", *where)
-    before = tree(target)
+    before = contents(target)
     ran = run("generations", "release", *where, stdin="y\n")
     assert (ran.code, ran.out) == (2, "")
     assert "[y/N]" not in ran.err
@@ -101,7 +101,7 @@ def test_a_needed_confirmation_without_a_terminal_is_refused_before_any_prompt(s
         "hint: add `-y`, or set `DDTREE_YES=1`",
         "log: LOG",
     ]
-    assert tree(target) == before
+    assert contents(target) == before
     assert run("generations", "release", *where, env={"DDTREE_YES": "1"}).code == 0
 
 
@@ -109,7 +109,7 @@ def test_a_terminal_is_asked_and_no_means_no(source: Path) -> None:
     run("snapshot", "local", "--venv", str(source))
     code, said = on_a_terminal("cache", "prune", "--keep", "1")
     assert (code, said.strip()) == (0, "nothing to delete")
-    install(source, "more", "1.0", {"more.py": ""})
+    install(source, Dist("more", "1.0", {"more.py": ""}))
     run("snapshot", "local", "--venv", str(source))
     code, said = on_a_terminal("cache", "prune", "--keep", "1", typed="n\n")
     assert code == 2 and "[y/N]" in said and "nothing was deleted: not confirmed" in said
@@ -132,8 +132,7 @@ def test_colours_come_when_they_are_asked_for() -> None:
 
 
 def test_an_escape_sequence_of_a_host_does_not_reach_the_terminal(tmp_path: Path) -> None:
-    venv = make_venv(tmp_path / "A")
-    install(venv, "odd", "1", {"odd/__init__.py": "raise RuntimeError('\\x1b[31mred')\n"})
+    venv = make_venv(tmp_path / "A", Dist("odd", "1", {"odd/__init__.py": "raise RuntimeError('\\x1b[31mred')\n"}))
     ran = run("verify", "local", "--venv", str(venv), "--level", "import")
     assert ran.code == 17 and "\x1b" not in ran.out + ran.err
     assert "\\x1b[31mred" in ran.out
@@ -166,7 +165,7 @@ def test_a_signal_names_the_step_and_leaves_the_target_as_it_was(
     source: Path, target: Path, number: int, code: int
 ) -> None:
     """The probe of a package that takes its time is where the signal arrives."""
-    install(source, "slow", "1.0", {"slow/__init__.py": "import time\ntime.sleep(30)\n"})
+    install(source, Dist("slow", "1.0", {"slow/__init__.py": "import time\ntime.sleep(30)\n"}))
     run("snapshot", "local", "--venv", str(source), "--no-probe")
     where = ("local", "--venv", str(target))
     argv = [*COMMAND, "push", *where, "-v"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import run, settled
-from tests.venvs import site_packages, tree
+from tests.fixtures.venvs import contents, site
 
 
 def python(venv: Path, code: str) -> str:
@@ -43,20 +43,20 @@ def test_a_second_snapshot_stores_and_reads_nothing(source: Path, snapshot: str)
 
 
 def test_the_four_commands_of_the_readme(source: Path, target: Path, snapshot: str) -> None:
-    before = tree(site_packages(target))
+    before = contents(site(target))
     pushed = run("push", "local", "--snapshot", snapshot, "--venv", str(target), "-y", "--verify")
     assert pushed.code == 0, pushed.err
     assert settled(pushed.out).startswith("local: generation 1 active (was 0) — snapshot ID, ")
     assert pushed.out.rstrip().endswith("verified") and pushed.out.count("\n") == 1
-    live = site_packages(target)
+    live = site(target)
     assert python(target, "import engine.flags as f; print(f.PATCHED)") == "True"
-    assert (live / "engine/flags.py").read_bytes() == (site_packages(source) / "engine/flags.py").read_bytes()
+    assert (live / "engine/flags.py").read_bytes() == (site(source) / "engine/flags.py").read_bytes()
     assert not (live / "engine/stale.py").exists() and (live / "own/__init__.py").exists()
     proved = run("verify", "local", "--venv", str(target), "--json")
     assert proved.code == 0 and [line["type"] for line in proved.lines if line["type"] != "step"][-1] == "result"
     back = run("rollback", "local", "--venv", str(target), "-y")
     assert (back.code, back.out) == (0, "local: generation 0 active (was 1), verified\n")
-    assert {name: what for name, what in tree(site_packages(target)).items() if "__pycache__" not in name} == before
+    assert contents(site(target)) == before
 
 
 def test_a_second_push_is_quiet_and_changes_nothing(target: Path, snapshot: str) -> None:
@@ -93,7 +93,7 @@ def test_dry_runs_write_nothing(target: Path, snapshot: str, tmp_path: Path) -> 
     def state() -> dict[str, str]:
         # Beside these the store has its lock and what it remembers of a host's inodes; neither is content.
         content = (store / name for name in ("objects", "snapshots", "refs", "quarantine"))
-        return {f"{root}/{path}": what for root in (target, *content) for path, what in tree(root).items()}
+        return {f"{root}/{path}": what for root in (target, *content) for path, what in contents(root).items()}
 
     def changed(before: dict[str, str]) -> set[tuple[str, str]]:
         return set(before.items()) ^ set(state().items())
@@ -116,10 +116,10 @@ def test_status_shows_what_was_changed_by_hand_since(target: Path, snapshot: str
     where = ("local", "--venv", str(target))
     run("push", *where)
     assert run("status", *where, "--json").json["drift"] == 0
-    site = site_packages(target)
-    (site / "engine/__init__.py").write_text("print('by hand')\n")
-    (site / "kernel/__init__.py").unlink()
-    (site / "extra.py").write_text("")
+    live = site(target)
+    (live / "engine/__init__.py").write_text("print('by hand')\n")
+    (live / "kernel/__init__.py").unlink()
+    (live / "extra.py").write_text("")
     ran = run("status", *where)
     assert "drift     3 files by hand since" in ran.out
     for line in ("  ~ engine/__init__.py", "  + extra.py", "  - kernel/__init__.py"):
@@ -141,7 +141,7 @@ def test_a_broken_snapshot_is_refused_and_the_old_generation_stays_live(
 ) -> None:
     where = ("local", "--venv", str(target))
     run("push", *where)
-    (site_packages(source) / "kernel/__init__.py").write_text("def broken(:\n")
+    (site(source) / "kernel/__init__.py").write_text("def broken(:\n")
     broken = run("snapshot", "-q", "local", "--venv", str(source), "--no-probe").out.strip()
     ran = run("push", *where, "--snapshot", broken)
     assert ran.code == 17
@@ -154,8 +154,8 @@ def test_release_gives_an_ordinary_venv_back(target: Path, snapshot: str) -> Non
     where = ("local", "--venv", str(target))
     run("push", *where)
     assert run("generations", "release", *where, "-y").code == 0
-    site = site_packages(target)
-    assert site.is_dir() and not site.is_symlink() and not (target / ".ddtree").exists()
+    live = site(target)
+    assert live.is_dir() and not live.is_symlink() and not (target / ".ddtree").exists()
     assert python(target, "import kernel; print(kernel.VERSION)") == "2.0"
 
 
