@@ -74,7 +74,7 @@ def _restrict(probs: Tensor, draw: Draw) -> Tensor:
     order = torch.sort(probs, dim=2, descending=True, stable=True)
     rank = torch.arange(probs.shape[2], device=probs.device)
     keep = rank < draw.top_ks[:, None, None]
-    keep &= torch.cumsum(order.values, dim=2) - order.values <= draw.top_ps[:, None, None]
+    keep = keep & (torch.cumsum(order.values, dim=2) - order.values <= draw.top_ps[:, None, None])
     keep &= order.values >= draw.min_ps[:, None, None] * order.values[:, :, :1]
     kept = torch.zeros_like(keep).scatter_(2, order.indices, keep)
     return torch.where(kept, probs, 0.0)

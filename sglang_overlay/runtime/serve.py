@@ -181,7 +181,8 @@ def _stage(args: Any, runner: Any, rung: Rung, head: Head) -> Stage:
 
     # Several ranks talk while they make trees; capturing that is left to SGLang's own graphs.
     most = max(sizes, default=1)
-    with torch.inference_mode():
+    # Not in inference mode: the buffers are written in every round, which runs outside of it.
+    with torch.no_grad():
         roots = torch.zeros(most, dtype=torch.int64, device=runner.device)
         hidden = torch.zeros((most, block - 1, head.weight.shape[1]), dtype=runner.dtype, device=runner.device)
         seq_lens = torch.ones(most, dtype=torch.int64, device=runner.device)

@@ -38,7 +38,7 @@ def _anything(*args: object, **_: object) -> object:
 class Empty(types.ModuleType):
     """A module of which any name can be imported and none is used."""
 
-    __path__: list[str] = []
+    __path__: list[str] = []  # noqa: RUF012
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
