@@ -10,6 +10,7 @@ PROMPTS is a JSON list of lists of token ids. What to do with the servers that a
     {"do": "seeded", "names": [...]}                           sampled with seeds, against the noise applied by hand
     {"do": "leak", "names": [...], "requests": 1000}           slots in use afterwards
     {"do": "bench", "names": [...], "concurrency": [...]}      interleaved: every server at each repeat
+    {"do": "wait", "names": [], "file": PATH}                  until another run is done
 
 Writes OUT/result.json and one log a server. Servers are ended on the way out, whatever happened.
 """
@@ -134,7 +135,9 @@ def many(server: Server, jobs: list[tuple[list[int], dict[str, Any]]], concurren
         return list(pool.map(lambda job: server.ask(job[0], **job[1]), jobs))
 
 
-def mixed_jobs(prompts: list[list[int]], stops: list[int], count: int) -> list[tuple[list[int], dict[str, Any]]]:
+def mixed_jobs(
+    prompts: list[list[int]], stops: list[int], count: int, lengths: tuple[int, ...] = (1, 3, 17, 40, 64, 96, 128)
+) -> list[tuple[list[int], dict[str, Any]]]:
     """Mix prompt lengths, shared prefixes (radix hits), token limits inside a tree, and stop tokens."""
     rng = random.Random(7)
     jobs = []
@@ -143,7 +146,7 @@ def mixed_jobs(prompts: list[list[int]], stops: list[int], count: int) -> list[t
         if index % 3 == 1:
             ids = ids[: max(4, len(ids) // 2)]
         params: dict[str, Any] = {
-            "max_new_tokens": rng.choice([1, 3, 17, 40, 64, 96, 128]),
+            "max_new_tokens": rng.choice(lengths),
             "ignore_eos": index % 4 != 0,
         }
         if index % 5 == 0 and stops:
@@ -265,7 +268,7 @@ def seeded(servers: list[Server], step: dict[str, Any], prompts: list[list[int]]
 def leak(servers: list[Server], step: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
     outcome = {}
     for server in servers:
-        jobs = mixed_jobs(prompts, step.get("stops", []), step["requests"])
+        jobs = mixed_jobs(prompts, step.get("stops", []), step["requests"], (1, 3, 9, 17, 33))
         began = time.monotonic()
         answers = many(server, jobs, 32)
         time.sleep(1.0)
@@ -331,7 +334,14 @@ def bench(servers: list[Server], step: dict[str, Any], prompts: list[list[int]])
     return outcome
 
 
-STEPS = {"greedy": greedy, "seeded": seeded, "leak": leak, "bench": bench}
+def wait(_: list[Server], step: dict[str, Any], __: list[list[int]]) -> dict[str, Any]:
+    """Wait for a file, so that nothing else runs on the machine while the next steps measure."""
+    while not Path(step["file"]).exists():
+        time.sleep(0.2)
+    return {}
+
+
+STEPS = {"wait": wait, "greedy": greedy, "seeded": seeded, "leak": leak, "bench": bench}
 
 
 def main() -> None:
