@@ -12,6 +12,8 @@ import paramiko
 from ddtree_deploy.errors import DeployError, HostUnreachable
 from ddtree_deploy.hosts.pipes import GRACE_SECONDS, Tail, early_death
 
+CONNECT_ERRORS = (OSError, EOFError, paramiko.SSHException)
+
 
 class _Writer(io.RawIOBase):
     def __init__(self, session: Any) -> None:

@@ -17,7 +17,7 @@ import fabric
 import paramiko
 
 from ddtree_deploy.hosts.base import Channel, Host
-from ddtree_deploy.hosts.fabric_channel import FabricChannel, connect_problem
+from ddtree_deploy.hosts.fabric_channel import CONNECT_ERRORS, FabricChannel, connect_problem
 from ddtree_deploy.hosts.fabric_keys import KeyPolicy
 from ddtree_deploy.hosts.fabric_proxy import Proxy
 from ddtree_deploy.hosts.ssh_config import settings
@@ -36,15 +36,16 @@ class FabricConnector:
 
     def start(self, argv: Sequence[str]) -> Channel:
         notices: list[str] = []
-        with contextlib.ExitStack() as undo:
-            transport = _connect(self.host, undo, notices).transport
-            try:
-                session = transport.open_session(timeout=CONNECT_SECONDS)
-                session.exec_command(shlex.join(argv))
-            except (OSError, EOFError, paramiko.SSHException) as problem:
+        undo = contextlib.ExitStack()
+        try:
+            session = _connect(self.host, undo, notices).transport.open_session(timeout=CONNECT_SECONDS)
+            session.exec_command(shlex.join(argv))
+            return FabricChannel(self.host.name, argv, session, tuple(notices), undo)
+        except BaseException as problem:
+            undo.close()
+            if isinstance(problem, CONNECT_ERRORS):
                 raise connect_problem(self.host.name, problem) from problem
-            return FabricChannel(self.host.name, argv, session, tuple(notices), undo.pop_all())
-        raise AssertionError("an ExitStack swallows nothing")
+            raise
 
 
 def _connect(host: Host, undo: contextlib.ExitStack, notices: list[str], gateway: Any = None) -> Any:
@@ -53,33 +54,33 @@ def _connect(host: Host, undo: contextlib.ExitStack, notices: list[str], gateway
     for hop in where.proxy_jump if gateway is None else ():
         jump = replace(host, name=hop, address=hop, host_key="", ssh_options=())
         gateway = _connect(jump, undo, notices, gateway)
-    policy = KeyPolicy(host, where)
     proxy = Proxy(where.proxy_command) if where.proxy_command and gateway is None else None
     if proxy:
         undo.callback(proxy.close)
-    connection = fabric.Connection(
-        where.hostname,
-        user=where.user,
-        port=where.port,
-        gateway=gateway or False,
-        connect_timeout=CONNECT_SECONDS,
-        # An empty configuration: `settings` has read the real one, which paramiko would misread (no Include).
-        config=fabric.Config(lazy=True, ssh_config=paramiko.SSHConfig()),
-        connect_kwargs={
-            "sock": proxy.socket if proxy else None,
-            "key_filename": [file for file in where.identity_files if Path(file).is_file()],
-            "allow_agent": where.use_agent,
-            "look_for_keys": False,
-            "banner_timeout": CONNECT_SECONDS,
-            "auth_timeout": CONNECT_SECONDS,
-            "transport_factory": policy.transport,
-        },
-    )
-    connection.client.set_missing_host_key_policy(policy)
-    undo.callback(connection.client.close)
     try:
+        policy = KeyPolicy(host, where)
+        connection = fabric.Connection(
+            where.hostname,
+            user=where.user,
+            port=where.port,
+            gateway=gateway or False,
+            connect_timeout=CONNECT_SECONDS,
+            # An empty configuration: `settings` has read the real one, which paramiko would misread (no Include).
+            config=fabric.Config(lazy=True, ssh_config=paramiko.SSHConfig()),
+            connect_kwargs={
+                "sock": proxy.socket if proxy else None,
+                "key_filename": [file for file in where.identity_files if Path(file).is_file()],
+                "allow_agent": where.use_agent,
+                "look_for_keys": False,
+                "banner_timeout": CONNECT_SECONDS,
+                "auth_timeout": CONNECT_SECONDS,
+                "transport_factory": policy.transport,
+            },
+        )
+        connection.client.set_missing_host_key_policy(policy)
+        undo.callback(connection.client.close)
         connection.open()
-    except (OSError, EOFError, paramiko.SSHException) as problem:
+    except CONNECT_ERRORS as problem:
         raise connect_problem(host.name, problem, proxy.words() if proxy else ()) from problem
     connection.transport.set_keepalive(KEEPALIVE_SECONDS)
     notices += policy.notices

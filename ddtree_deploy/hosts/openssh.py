@@ -29,11 +29,14 @@ class _SshChannel(PipeChannel):
         log = self._read_log()
         if status != 255 or log.exit_seen:
             return early_death(self._host.name, self._argv, status, stderr)
-        where = settings(self._host.address or self._host.name, ssh_config=self._host.ssh_config)
+        host = self._host
+        try:
+            where = settings(host.address or host.name, ssh_config=host.ssh_config, options=host.ssh_options)
+        except DeployError as problem:
+            return problem  # ssh could not read its configuration, and says so there
         on_record = known_hosts.recorded(known_hosts.load(where.known_hosts_files), where.known_names)
-        return host_key_problem(self._host, log, where.known_names[0], on_record) or connection_problem(
-            self._host.name, log, stderr
-        )
+        wrong_key = host_key_problem(host, log, where.known_names[0], on_record)
+        return wrong_key or connection_problem(host.name, log, stderr)
 
     def notices(self) -> tuple[str, ...]:
         log = self._read_log()
@@ -52,12 +55,13 @@ class OpenSshConnector:
         self.host = host
 
     def start(self, argv: Sequence[str]) -> Channel:
-        descriptor, log = tempfile.mkstemp(prefix="ddtree-ssh-", suffix=".log")
         try:
+            descriptor, log = tempfile.mkstemp(prefix="ddtree-ssh-", suffix=".log")
             os.close(descriptor)
-            return _SshChannel(self.host, argv, Path(log))
-        except (OSError, DeployError) as problem:
-            Path(log).unlink()
-            if isinstance(problem, DeployError):
+            try:
+                return _SshChannel(self.host, argv, Path(log))
+            except BaseException:
+                Path(log).unlink()
                 raise
+        except OSError as problem:
             raise HostUnreachable(f"cannot start `ssh` for `{self.host.name}`: {problem}") from problem

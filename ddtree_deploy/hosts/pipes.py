@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import subprocess
 import threading
@@ -50,14 +49,12 @@ def early_death(host: str, argv: Sequence[str], status: int | None, stderr: str)
     """Explain a process that ended on `host` before it said anything (Incompatible when the program is not there)."""
     causes = tuple(line for line in stderr.splitlines()[-12:] if line.strip())
     if status == 127:
-        return Incompatible(
-            f"`{host}` cannot run `{argv[0]}`: not found",
-            mend=f'name an interpreter that is there: `python = "/path/to/python3"` under `[hosts.{host}]`',
-            causes=causes,
-        )
+        why = causes[-1] if causes else f"`{argv[0]}` not found"
+        mend = f'name an interpreter that is there: `python = "/path/to/python3"` under `[hosts.{host}]`'
+        return Incompatible(f"cannot start the process on `{host}`: {why}", mend=mend, causes=causes[:-1])
     how = "is silent" if status is None else f"exit status {status}" if status >= 0 else f"killed by signal {-status}"
-    mend = f"run it there by hand: `{shlex.join(argv)[:120]}`"
-    return HostUnreachable(f"`{host}` ended `{argv[0]}` before it answered: {how}", mend=mend, causes=causes)
+    message = f"`{argv[0]}` on `{host}` ended before it answered: {how}"
+    return HostUnreachable(message, mend=f"see what `ddtree-deploy doctor {host}` says", causes=causes)
 
 
 class PipeChannel:

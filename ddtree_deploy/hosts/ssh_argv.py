@@ -12,10 +12,12 @@ from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.hosts.ssh_config import destination, settings
 
 # ssh keeps the first value it obtains, so these can not be weakened by ssh_options or by the user's configuration.
-# UpdateHostKeys would edit known_hosts behind the user's back; LogLevel and FingerprintHash feed ssh_log.
+# UpdateHostKeys would edit known_hosts behind the user's back, DNS could overrule it; LogLevel and FingerprintHash feed
+# ssh_log.
 _FIXED = (
     "BatchMode=yes",
     "UpdateHostKeys=no",
+    "VerifyHostKeyDNS=no",
     "NoHostAuthenticationForLocalhost=no",
     "FingerprintHash=sha256",
     "LogLevel=DEBUG1",
@@ -28,23 +30,11 @@ _OWNED = {option.split("=")[0].lower() for option in _FIXED} | {"stricthostkeych
 
 
 def ssh_argv(host: Host, argv: Sequence[str], log: str) -> list[str]:
-    """Build the command line; ssh's own log goes to the file `log`."""
+    """Build the command line; ssh's own log goes to the file `log`. For a first contact, make known_hosts ready."""
     options = [*_key_options(host), *_FIXED, *host.ssh_options, *_DEFAULTS]
+    flags = ["-T", "-x", "-a", "-E", log, *(word for option in options for word in ("-o", option))]
     config = ["-F", host.ssh_config] if host.ssh_config else []
-    flags = [word for option in options for word in ("-o", option)]
-    return [
-        "ssh",
-        "-T",
-        "-x",
-        "-a",
-        "-E",
-        log,
-        *config,
-        *flags,
-        "--",
-        destination(host.address or host.name),
-        shlex.join(argv),
-    ]
+    return ["ssh", *config, *flags, "--", destination(host.address or host.name), shlex.join(argv)]
 
 
 def check_options(host: Host) -> None:
