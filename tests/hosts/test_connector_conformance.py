@@ -232,6 +232,14 @@ class TestUnreachable:
         assert isinstance(problem, HostUnreachable)
         assert "not known" in problem.causes[0] or "resolve" in problem.causes[0]
 
+    def test_a_proxy_command_that_dies_is_quoted(self, transport: str, sshd: LoopbackSshd, tmp_path: Path) -> None:
+        text = sshd.client_config.read_text() + "    ProxyCommand sh -c 'echo no way to %h:%p >&2; exit 1'\n"
+        (tmp_path / "config").write_text(text)
+        problem = self.fail(Host("ct1", transport=transport, address="ct1", ssh_config=str(tmp_path / "config")))
+        assert isinstance(problem, HostUnreachable)
+        assert problem.message == "cannot reach `ct1`"
+        assert f"no way to 127.0.0.1:{sshd.port}" in problem.causes
+
     def test_the_connection_dies_while_the_process_runs(self, transport: str, sshd: LoopbackSshd) -> None:
         host = Host("ct1", transport=transport, address="ct1", ssh_config=str(sshd.client_config))
         with started(connector(host), "sh", "-c", "echo $PPID; cat") as channel:
