@@ -337,7 +337,7 @@ def report(cells: list[Cell], bench: Bench, seconds: float) -> str:
         "it loads. Then the tree is composed on disk and each file is loaded: `import torch`, then `dlopen` with",
         "RTLD_NOW, one process a file, and a stub `libcuda.so.1` that exports every `cu*` function in use. The three",
         "trees of the accident are read from disk as they are. A cell loads when all of its files do; files for other",
-        "interpreters and executables are left out. A file that dies in a constructor was bound by then: the link held;",
+        "interpreters and executables are left out. A file that dies in a constructor was bound by then;",
         "these are listed.",
         "",
         f"**{len(cells)} cells, {files} files: {len(too_kind)} cells where the oracle says that a file loads",

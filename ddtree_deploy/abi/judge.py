@@ -16,7 +16,8 @@ from ddtree_deploy.models import Check
 TITLES = {
     "K1": "link closure", "K2": "one CUDA major", "K3": "torch ABI", "K4": "GPU architectures", "K5": "driver",
     "K6": "glibc and libstdc++", "K7": "interpreter", "K8": "RECORD", "K9": "metadata", "K10": "paths",
-    "K11": "byte code", "K12": "file system", "K13": "transfer", "K14": "in use", "K15": "environment", "K16": "JIT caches",
+    "K11": "byte code", "K12": "file system", "K13": "transfer", "K14": "in use", "K15": "environment",
+    "K16": "JIT caches",
 }  # fmt: skip
 
 

@@ -11,11 +11,13 @@ import os
 import re
 import stat
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 from ddtree_deploy.agent import dists, elf, host_facts, torch_preload
 
 SCHEMA = 1
 EXAMPLES = 40
+READERS = 4  # a cold disk answers four readers twice as fast as one; the memory of one stays
 EXTENSION = re.compile(r"\.(?:abi3|cpython-\d+[a-z]*(?:-[\w-]+)?)\.so$")
 # Libraries of CUDA 12 and of CUDA 13 that share path and soname; only their content tells which they are.
 STAMPED = ("libnccl.so.", "libnvshmem_host.so.", "libcusparseLt.so.", "libcudnn_graph.so.")
@@ -77,11 +79,11 @@ def tree(root):
     root = os.path.realpath(root)
     sizes, links, objects, hardlinks = _walk(root)
     files = {}
-    for path in objects:
-        name = path.rsplit("/", 1)[-1]
-        facts = elf.read(os.path.join(root, path), stamp=name.startswith(STAMPED))
-        if facts["kind"] is not None or _should_be_elf(facts, path):
-            files[path] = _packed(facts)
+    largest = sorted(objects, key=lambda path: -sizes[path])
+    with ThreadPoolExecutor(READERS) as pool:
+        for path, facts in zip(largest, pool.map(lambda path: _object(root, path), largest)):
+            if facts["kind"] is not None or _should_be_elf(facts, path):
+                files[path] = facts
     linked = {soname for facts in files.values() for soname in facts["needed"]}
     for path, facts in files.items():
         if EXTENSION.search(path) and path.rsplit("/", 1)[-1] not in linked:
@@ -103,6 +105,10 @@ def tree(root):
         "bytes": sum(sizes.values()),
         "count": len(sizes),
     }
+
+
+def _object(root, path):
+    return _packed(elf.read(os.path.join(root, path), stamp=path.rsplit("/", 1)[-1].startswith(STAMPED)))
 
 
 def _should_be_elf(facts, path):

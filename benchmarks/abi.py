@@ -1,0 +1,103 @@
+"""How fast the ABI oracle is, on a tree of your own: `python benchmarks/abi.py SITE_PACKAGES [--cold]`.
+
+Every measurement runs in a process of its own and reports wall seconds and peak resident memory. With `--cold` the page
+cache is dropped before each (root only). `ratio` is side by side in this run: the same file read by pyelftools.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+MEASURE = """
+import json, resource, sys, time
+sys.path.insert(0, {repo!r})
+start, busy = time.perf_counter(), time.process_time()
+{body}
+times = [time.perf_counter() - start, time.process_time() - busy]
+print(json.dumps([*times, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, result]))
+"""
+GATHER = """
+from ddtree_deploy.agent import abi_facts
+facts = abi_facts.collect({tree!r})
+with open({out!r}, "w") as file:
+    json.dump(facts, file)
+result = [len(facts["tree"]["files"]), facts["tree"]["bytes"] / 1e9]
+"""
+CLOSE = """
+from ddtree_deploy import abi
+with open({out!r}) as file:
+    site = abi.load(json.load(file), "here")
+known = abi.closure(site)
+result = [sum(len(item.undefined) for item in site.tree.objects.values()), len(known.misses)]
+"""
+ARCHS = """
+import os
+from ddtree_deploy.agent import elf
+result, bytes_ = 0, 0
+for top, _, names in os.walk({tree!r}):
+    for name in names:
+        path = os.path.join(top, name)
+        if ".so" in name and os.path.getsize(path) > 1 << 20:
+            with open(path, "rb") as file:
+                facts = dict(archs=[], problems=[])
+                elf._fatbins(facts, elf._Image(file.fileno(), os.path.getsize(path)))
+                result += bool(facts["archs"])
+"""
+OURS = """
+from ddtree_deploy.agent import elf
+result = len(elf.read({file!r})["defines"])
+"""
+THEIRS = """
+from elftools.elf.elffile import ELFFile
+with open({file!r}, "rb") as handle:
+    image = ELFFile(handle)
+    tags = list(image.get_section_by_name(".dynamic").iter_tags())
+    symbols = image.get_section_by_name(".dynsym").iter_symbols()
+    result = sum(1 for symbol in symbols if symbol.entry.st_shndx != "SHN_UNDEF" and symbol.name)
+"""
+
+
+def measure(body: str, cold: bool, **names: str) -> tuple[float, float, float, object]:
+    """Run `body` in a fresh interpreter; return wall seconds, CPU seconds, peak MiB, and its `result`."""
+    if cold:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    code = MEASURE.format(repo=str(REPO), body=body.format(**names))
+    done = subprocess.run([sys.executable, "-B", "-c", code], capture_output=True, text=True, check=True)
+    wall, busy, peak, result = json.loads(done.stdout)
+    return wall, busy, peak, result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tree", type=Path)
+    parser.add_argument("--cold", action="store_true", help="drop the page cache before every measurement")
+    parser.add_argument("--scratch", type=Path, default=Path("/tmp/ddtree-abi-bench.json"))
+    options = parser.parse_args()
+    tree, out = str(options.tree.resolve()), str(options.scratch)
+    total = 0.0
+    for name, body, cold, unit in (
+        ("gather facts", GATHER, options.cold, "[ELF files, GB]"),
+        ("closure", CLOSE, False, "[symbols checked, unresolved]"),
+        ("GPU architectures", ARCHS, options.cold, "files with GPU code"),
+    ):
+        wall, busy, peak, result = measure(body, cold, tree=tree, out=out)
+        total += wall if body is not ARCHS else 0
+        print(f"{name:<18} {wall:6.2f} s wall {busy:6.2f} s CPU {peak:5.0f} MiB  {result} {unit}")
+    print(f"{'facts and closure':<18} {total:6.2f} s wall, {options.scratch.stat().st_size / 1e6:.1f} MB of JSON")
+    library = options.tree / "torch/lib/libtorch_cuda.so"
+    if library.exists():
+        ours = min(measure(OURS, False, file=str(library))[1] for _ in range(3))
+        theirs = min(measure(THEIRS, False, file=str(library))[1] for _ in range(3))
+        print(f"{library.name}: {ours:.3f} s CPU, pyelftools {theirs:.3f} s, ratio {ours / theirs:.3f}")
+    options.scratch.unlink()
+
+
+if __name__ == "__main__":
+    main()
