@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from threading import Thread
 from typing import Any
 
 from ddtree_deploy.confirmation import confirm, outcome_after_loss
@@ -262,8 +263,17 @@ class _Push:
                 "snapshot": plan.snapshot, "asked": _asked(plan.snapshot, self.options), "result": result, "files": len(rows),
                 "bytes": plan.result.bytes, "packages": [[d.name, d.shown_version] for d in plan.result.distributions],
             }  # fmt: skip
-            value: dict[str, Any] = {"files": rows, "info": info, "vouch": _vouch(seen)}
-            self.store.remember_tree(result, plan.result)
+            value: dict[str, Any] = {"info": info, "vouch": _vouch(seen)}
+            if seen.tree is not None and base is None:
+                # Both sides know the tree that is live: what differs is enough.
+                changed = {change.path for change in plan.changes}
+                value["delta"] = {
+                    "result": seen.fields["info"]["result"],
+                    "changes": [row for row in rows if row[0] in changed],
+                    "gone": [change.path for change in plan.changes if change.sign == "-"],
+                }
+            else:
+                value["files"] = rows
             if base is not None:
                 value["base"] = {"root": f"{base.fields['venv']}/{base.fields['site']}", "vouch": _vouch(base)}
             need = [(digest, size) for digest, size in self.ask("stage", value, base=plan.base).value]
@@ -271,7 +281,11 @@ class _Push:
             self._send(need)
         with self.clock("stage"):
             self.step("build the new generation")
+            # While the host links files, this side notes what the result is.
+            note = Thread(target=self.store.remember_tree, args=(result, plan.result))
+            note.start()
             self.changed = self.ask("build").value
+            note.join()
 
     def _send(self, need: Sequence[tuple[str, int]]) -> None:
         total = sum(size for _digest, size in need)
@@ -327,9 +341,14 @@ class _Push:
         self.proofs.append(proofs)
         if not proofs.ok:
             self.ask("abort", everything=True)
+            if proofs.bad_files:
+                raise IntegrityFailure(
+                    f"the staged tree on `{self.host.name}` is not what was sent; the live one was not touched",
+                    mend="check the disk there, then push again", causes=failed_lines(proofs),
+                )  # fmt: skip
             raise ProofFailed(f"`{self.host.name}` keeps its generation: the staged tree is not proved", causes=failed_lines(proofs))
         with self.clock("prove"):
-            self.ask("commit")
+            self.ask("commit", proved={"failed_imports": sorted(baseline)})
 
     def _baseline(self, source: Mapping[str, Any], failed: Sequence[str]) -> set[str]:
         """Return the failed modules that did not import before either: on the source host, or in the target's live tree."""

@@ -77,12 +77,13 @@ class _Live:
         vouched = {row[0]: row[-1] or "" for row in self.scan["files"] if row[1] == "f"}
         return classify(self.scan, {**vouched, **digests})
 
-    def failed_on_source(self) -> set[str]:
-        """Return the packages that did not import on the host that the snapshot is from."""
-        snapshot = (self.fields["info"] or {}).get("snapshot")
-        if self.store is None or not snapshot:
-            return set()
-        return {row["module"] for row in self.store.proof(snapshot).get("imports", []) if not row["ok"]}
+    def failed_before(self) -> set[str]:
+        """Return the packages that did not import on the source either: as the push recorded it there, or as the store knows it."""
+        info = self.fields["info"] or {}
+        known = set(info.get("failed_imports", ()))
+        if self.store is not None and info.get("snapshot"):
+            known |= {row["module"] for row in self.store.proof(info["snapshot"]).get("imports", []) if not row["ok"]}
+        return known
 
 
 def _files(live: _Live, proofs: Proofs) -> Proofs:
@@ -110,7 +111,7 @@ def _imports(live: _Live, proofs: Proofs) -> Proofs:
     rows = live.ask(
         "probe", modules, user=host.service_user, env=dict(host.service_env), timeout=live.probe_timeout
     ).value
-    known = live.failed_on_source()
+    known = live.failed_before()
     return replace(proofs, imports=tuple(import_proof(row, not row["ok"] and row["module"] in known) for row in rows))
 
 

@@ -26,6 +26,7 @@ class Session:
         self.read_only = read_only
         self.zip_fd = zip_fd
         self.push = None  # the open push of this connection: writes.Push
+        self.walked = None  # the newest scan: (root, entries, directories, fingerprint)
         self.current = None
         self.last_heard = time.monotonic()
         self._aborted = threading.Event()

@@ -111,15 +111,15 @@ def _compile(session, python, root, mode, paths, record):
         child.stdout.close()
 
 
-def hashes(session, root, entries, index):
+def hashes(session, root, entries, index, walked=None):
     """Compare the tree `root` with `entries` (`[path, kind, mode, size, digest]`), which name all of it.
 
-    `index` maps a path to `(walk.stamp, digest)`: a file whose stamp is still that one is vouched for, any other
-    is read. Returns `(hashed, vouched, bad)`: numbers of files, and one line for each difference.
+    `index` maps a path to `(walk.stamp, digest)`: a file whose stamp is still that one is vouched for (a ctime of None is
+    not compared), any other is read. `walked` is a walk of `root` made just now. Returns `(hashed, vouched, bad)`: numbers of files, and one line for each difference.
     """
     expected = {entry[0]: entry for entry in entries}
     bad, suspects, vouched, seen = [], [], 0, set()
-    for found in walk.walk(root):
+    for found in walked if walked is not None else walk.walk(root):
         path, kind, mode, size = found[:4]
         seen.add(path)
         wanted = expected.get(path)
@@ -135,7 +135,7 @@ def hashes(session, root, entries, index):
             bad.append("%s: mode %o where %o is expected" % (path, mode, wanted[2]))
         elif size != wanted[3]:
             bad.append("%s: %d bytes where %d are expected" % (path, size, wanted[3]))
-        elif index.get(path) == (walk.stamp(found), wanted[4]):
+        elif _vouched(index.get(path), found, wanted[4]):
             vouched += 1
         else:
             suspects.append(path)
@@ -157,6 +157,13 @@ def hashes(session, root, entries, index):
         elif digest != expected[path][4]:
             bad.append("%s: sha256 %s where %s is expected" % (path, digest[:12], expected[path][4][:12]))
     return len(suspects), vouched, sorted(bad)
+
+
+def _vouched(known, found, digest):
+    if known is None or known[1] != digest:
+        return False
+    stamp = walk.stamp(found)
+    return known[0] == stamp or (known[0][4] is None and known[0][:4] == stamp[:4])
 
 
 _KINDS = {"f": "a file", "l": "a link", "?": "something else"}

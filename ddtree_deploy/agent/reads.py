@@ -45,7 +45,8 @@ def scan(session, header, _value):
     live = found.live()
     root = _root(found)
     now_ns = time.time_ns()
-    entries = walk.walk(root)
+    directories = {}
+    entries = walk.walk(root, directories)
     index_file = "" if live is None else os.path.join(found.directory(live), "index")
     info = (found.info(live) if live is not None else None) or {}
     unfinished = locks.journal_state(found)  # a switch that nobody confirmed yet is not what anybody asked for
@@ -56,8 +57,9 @@ def scan(session, header, _value):
     }
     if clean and header.get("unless") and info.get("asked") == header["unless"]:
         return {**common, "same": True}
+    session.walked = (root, entries, directories, walk.fingerprint(entries))
     common.update(
-        same=False, fingerprint=walk.fingerprint(entries), space=facts.space(found.venv),
+        same=False, fingerprint=session.walked[3], space=facts.space(found.venv),
         writable=os.access(found.venv, os.W_OK) and os.access(os.path.dirname(found.site), os.W_OK),
     )
     big = {

@@ -5,7 +5,7 @@ import shutil
 
 from ddtree_deploy.agent import durable, layout, objects, walk
 from ddtree_deploy.agent.failure import Failure
-from ddtree_deploy.agent.paths import HostilePath, Tree, below, parse, parse_link
+from ddtree_deploy.agent.paths import HostilePath, Tree, parse, parse_link
 
 MAX_FILES = 2_000_000
 MODES = (0o644, 0o755)
@@ -18,89 +18,126 @@ def parse_result(rows):
     """
     if not isinstance(rows, list) or len(rows) > MAX_FILES:
         raise Failure("integrity", "the manifest is not a list of at most %d files" % MAX_FILES)
-    faults, out, seen, links = [], [], set(), set()
+    faults, out = [], {}
     for row in rows:
         try:
             path, kind, mode, size, digest = row
             parse(path)
-            if path in seen:
+            if path in out:
                 raise HostilePath("a path that is named twice: %r" % path)
-            seen.add(path)
             if kind == "l":
                 parse_link(path, digest)
-                links.add(path)
             elif kind != "f":
                 raise HostilePath("an entry that is neither a file nor a link: %r" % path)
             elif not objects.valid_digest(digest) or not isinstance(size, int) or not 0 <= size < 1 << 50 or mode not in MODES:
                 raise HostilePath("a file with a malformed digest, size or mode: %r" % path)
-            out.append((path, kind, mode, size, digest))
+            out[path] = (path, kind, mode, size, digest)
         except HostilePath as error:
             faults.append(str(error))
         except (TypeError, ValueError):
             faults.append("a malformed entry: %r" % (row,))
-    for path, *_rest in out:
-        try:
-            below(links, path)
-            at = path.rfind("/")
-            if at != -1 and path[:at] in seen and path[:at] not in links:
-                raise HostilePath("a path below a file: %r" % path)
-        except HostilePath as error:
-            faults.append(str(error))
+    faults += _shadows(out)
     if faults:
         raise Failure("integrity", "the manifest is malformed or hostile, %d faults" % len(faults), causes=faults[:20])
-    return sorted(out)
+    return sorted(out.values())
+
+
+def _shadows(wanted):
+    """Return a fault for each file or link that lies where another entry needs a directory."""
+    parents = set()
+    for path in wanted:
+        at = path.rpartition("/")[0]
+        while at and at not in parents:
+            parents.add(at)
+            at = at.rpartition("/")[0]
+    return [
+        "a file behind a link: %r" % path if wanted[path][1] == "l" else "a path below a file: %r" % path
+        for path in sorted(parents.intersection(wanted))
+    ]
+
+
+def apply_delta(index, changes, gone):
+    """Return the wanted files of a tree that is the indexed one but for `changes` (rows) and `gone` (paths), checked as above."""
+    wanted = {path: (path, row[0], row[1], row[2], row[3]) for path, row in index.rows.items()}
+    for path in gone:
+        wanted.pop(path, None)
+    for row in parse_result(changes):
+        wanted[row[0]] = row
+    faults = _shadows(wanted)
+    if faults:
+        raise Failure("integrity", "the manifest is malformed or hostile, %d faults" % len(faults), causes=faults[:20])
+    return sorted(wanted.values())
 
 
 class Sources:
-    """Where wanted content already lies: `{digest: (tree root, path, size, mode)}`, from the indexes and what was vouched for."""
+    """Where wanted content already lies: `(tree root, entry of a walk)`; the live tree first, other generations when that lacks it."""
 
-    def __init__(self):
-        self.by_digest = {}
+    def __init__(self, found, live_root, live_entries, digest_of):
+        self.found = found
         self.by_path = {}
+        self.by_digest = {}
+        self._others = None
+        for entry in live_entries:
+            digest = digest_of(entry) if entry[1] == "f" else None
+            if digest:
+                self.by_path[entry[0]] = (digest, live_root, entry)
+                self.by_digest.setdefault(digest, (live_root, entry))
 
-    def add_tree(self, root, entries, digest_of, live=False):
+    def add_tree(self, root, entries, digest_of):
         for entry in entries:
-            if entry[1] != "f":
-                continue
-            digest = digest_of(entry)
+            digest = digest_of(entry) if entry[1] == "f" else None
             if digest:
                 self.by_digest.setdefault(digest, (root, entry))
-                if live:
-                    self.by_path[entry[0]] = (digest, root, entry)
 
     def find(self, path, digest):
+        """Return `(root, entry)` of a file with that content, or None."""
         same = self.by_path.get(path)
         if same is not None and same[0] == digest:
             return same[1], same[2]
-        return self.by_digest.get(digest)
+        return self.by_digest.get(digest) or self._elsewhere(digest)
+
+    def _elsewhere(self, digest):
+        if self._others is None:
+            self._others = {}
+            live = self.found.live()
+            for number in sorted(self.found.numbers(), reverse=True):
+                index = layout.Index.load(os.path.join(self.found.directory(number), "index")) if number != live else None
+                for path, row in (index.rows if index else {}).items():
+                    if row[0] == "f":
+                        self._others.setdefault(row[3], []).append((self.found.tree(number), path, row))
+        for root, path, row in self._others.get(digest, ()):
+            try:
+                info = os.lstat(os.path.join(root, path))
+            except OSError:
+                continue
+            if (info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns) == (row[2], *row[4:]):
+                entry = (path, "f", info.st_mode & 0o777, *row[2:3], *row[4:], "", info.st_nlink)
+                return self.by_digest.setdefault(digest, (root, entry))
+        return None
 
 
 def gather(found, live_entries, vouch):
-    """Return the Sources of a venv: the live tree first, then the other generations, whose files are found by stat alone."""
-    sources = Sources()
+    """Return the Sources of a venv; `vouch` has stamps and digests that the controller knows for files without an index."""
     live = found.live()
+    known = _by_stamps(vouch)
+    index = None if live is None else layout.Index.load(os.path.join(found.directory(live), "index"))
+    digest_of = (lambda entry: index.digest(entry) or known(entry)) if index else known
+    return Sources(found, found.site if live is None else found.tree(live), live_entries, digest_of)
+
+
+def _by_stamps(vouch):
     stamps = {row[0]: (tuple(row[1:6]), row[6]) for row in vouch}
 
-    def vouched(entry):
+    def digest_of(entry):
         known = stamps.get(entry[0])
         return known[1] if known is not None and known[0] == walk.stamp(entry) else None
 
-    root = found.site if live is None else found.tree(live)
-    index = None if live is None else layout.Index.load(os.path.join(found.directory(live), "index"))
-    known = index.digest if index else lambda entry: None
-    sources.add_tree(root, live_entries, lambda entry: known(entry) or vouched(entry), live=True)
-    for number in sorted(found.numbers(), reverse=True):
-        index = None if number == live else layout.Index.load(os.path.join(found.directory(number), "index"))
-        if index is not None:
-            sources.add_tree(found.tree(number), walk.walk(found.tree(number)), index.digest)
-    return sources
+    return digest_of
 
 
 def add_base(sources, root, vouch):
     """Let another venv of the host (`push --create --base`) be a source too, by the stamps that the controller vouches for."""
-    stamps = {row[0]: (tuple(row[1:6]), row[6]) for row in vouch}
-    entries = walk.walk(root)
-    sources.add_tree(root, entries, lambda e: stamps[e[0]][1] if e[0] in stamps and stamps[e[0]][0] == walk.stamp(e) else None)
+    sources.add_tree(root, walk.walk(root), _by_stamps(vouch))
 
 
 def missing(wanted, sources, found):
@@ -129,10 +166,8 @@ def missing(wanted, sources, found):
 def build(session, found, root, wanted, sources):
     """Make the tree `root` hold exactly `wanted`; return its Index and the received digests that it uses.
 
-    Raises Failure when content is missing or moved.
-
     Unchanged files are hard-linked (tidy.py gives small ones copies of their own later); a file whose mode differs from its
-    source's, and a second use of received content, is a copy.
+    source's, and a second use of received content, is a copy. Stamps in the index have no ctime yet: `stamp` adds it.
     """
     os.makedirs(root, mode=0o755)
     os.chmod(root, 0o755)
@@ -147,48 +182,68 @@ def build(session, found, root, wanted, sources):
                         raise Failure("interrupted", "the push was cancelled while the new generation was built")
                     session.progress("stage", count, total, "files", path)
                 at, base = out.parent(path, create=True)
+                source = sources.find(path, digest) if kind == "f" else None
                 if kind == "l":
                     os.symlink(digest, base, dir_fd=at)
-                    info = os.stat(base, dir_fd=at, follow_symlinks=False)
-                    rows[path] = ("l", mode, 0, digest, info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns)
+                elif source is not None and source[1][2] == mode and _link(trees, source, at, base):
+                    entry = source[1]
+                    rows[path] = ("f", mode, size, digest, entry[4], entry[5], entry[6], None)
                     continue
-                source = sources.find(path, digest)
-                if source is not None:
-                    tree = trees.get(source[0]) or trees.setdefault(source[0], Tree(source[0]))
-                    _reuse(tree, source[1], at, base, mode)
+                elif source is not None:
+                    _copy_from(_tree(trees, source[0]), source[1], at, base, mode)
                 else:
-                    _take(found, digest, size, at, base, mode, digest in used)
+                    _take(found, digest, at, base, mode, digest in used)
                     used.add(digest)
                 info = os.stat(base, dir_fd=at, follow_symlinks=False)
-                rows[path] = ("f", mode, info.st_size, digest, info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns)
-                if info.st_size != size:
-                    raise Failure("stale-plan", "`%s` changed on the host while the push was prepared" % path)
+                rows[path] = (kind, mode, size, digest, info.st_dev, info.st_ino, info.st_mtime_ns, None)
         finally:
             for tree in trees.values():
                 tree.close()
     return layout.Index(rows), used
 
 
-def _reuse(tree, entry, at, base, mode):
-    source_at, source_base = tree.parent(entry[0])
-    info = os.stat(source_base, dir_fd=source_at, follow_symlinks=False)
-    if (info.st_ino, info.st_size, info.st_mtime_ns) != (entry[5], entry[3], entry[6]):
-        raise Failure("stale-plan", "`%s` changed on the host while the push was prepared" % entry[0])
-    if info.st_mode & 0o777 == mode and entry[9] < 60000:
-        try:
-            os.link(source_base, base, src_dir_fd=source_at, dst_dir_fd=at, follow_symlinks=False)
-            return
-        except OSError as error:
-            if error.errno not in (1, 18, 31):  # EPERM (protected_hardlinks), EXDEV, EMLINK: copy instead
-                raise
+def stamp(index, entries):
+    """Complete the stamps of an index from a walk of its tree that was just proved."""
+    for entry in entries:
+        row = index.rows[entry[0]]
+        index.rows[entry[0]] = (*row[:4], entry[4], entry[5], entry[6], entry[7])
+
+
+def _tree(trees, root):
+    if root not in trees:
+        trees[root] = Tree(root)
+    return trees[root]
+
+
+def _link(trees, source, at, base):
+    source_at, source_base = _tree(trees, source[0]).parent(source[1][0])
+    try:
+        os.link(source_base, base, src_dir_fd=source_at, dst_dir_fd=at, follow_symlinks=False)
+    except FileNotFoundError:
+        raise Failure("stale-plan", "`%s` went away on the host while the push was prepared" % source[1][0]) from None
+    except OSError as error:
+        if error.errno not in (1, 18, 31):  # EPERM (protected_hardlinks), EXDEV, EMLINK: a copy will do
+            raise
+        return False
+    return True
+
+
+def _copy_from(tree, entry, at, base, mode):
     fd = tree.open(entry[0])
     try:
+        if walk.stamp(entry)[:4] != _stamp_of(fd):
+            raise Failure("stale-plan", "`%s` changed on the host while the push was prepared" % entry[0])
         _copy(fd, at, base, mode, (entry[6], entry[6]))
     finally:
         os.close(fd)
 
 
-def _take(found, digest, size, at, base, mode, again):
+def _stamp_of(fd):
+    info = os.fstat(fd)
+    return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
+
+
+def _take(found, digest, at, base, mode, again):
     path = os.path.join(found.incoming, digest)
     if not again:
         os.link(path, base, dst_dir_fd=at, follow_symlinks=False)

@@ -11,7 +11,7 @@ import os
 import re
 import time
 
-from ddtree_deploy.agent import durable, layout, locks, scripts
+from ddtree_deploy.agent import dists, durable, layout, locks, scripts
 from ddtree_deploy.agent.failure import Failure
 
 
@@ -69,8 +69,9 @@ def mend_gap(found):
 
 def flip(found, number, python):
     """Make generation `number` live, and the console scripts those of its distributions."""
+    former = [name for dist in dists.read_distributions(found.site) for name, _target in dist["scripts"]]
     durable.replace_link(found.site, found.link_text(number))
-    scripts.regenerate(found.tree(number), os.path.join(found.venv, "bin"), python)
+    scripts.regenerate(found.tree(number), os.path.join(found.venv, "bin"), python, former)
 
 
 def _decision(found, tx):

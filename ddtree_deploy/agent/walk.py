@@ -15,14 +15,17 @@ RACY_NS = 1_000_000_000
 SKIPPED_DIRS = frozenset(["__pycache__"])
 
 
-def walk(root):
+def walk(root, directories=None):
     """Return the entries below `root`, sorted by path: `(path, kind, mode, size, dev, ino, mtime_ns, ctime_ns, target, nlink)`.
 
     `kind` is `f`, `l`, or `?` (neither a regular file, a directory nor a link). `__pycache__` is left out, and so are empty
-    directories. Paths are relative, with `/`.
+    directories. Paths are relative, with `/`. `directories`, a dict, receives `{path: mtime_ns}` of every directory, as it was
+    before its entries were read.
     """
     out = []
     stack = [""]
+    if directories is not None:
+        directories[""] = os.stat(root).st_mtime_ns
     while stack:
         prefix = stack.pop()
         with os.scandir(os.path.join(root, prefix) if prefix else root) as entries:
@@ -33,6 +36,8 @@ def walk(root):
                 if kind == stat.S_IFDIR:
                     if entry.name not in SKIPPED_DIRS:
                         stack.append(path + "/")
+                        if directories is not None:
+                            directories[path] = info.st_mtime_ns
                     continue
                 if kind == stat.S_IFREG:
                     out.append(
@@ -49,6 +54,14 @@ def walk(root):
                     out.append((path, "?", 0, 0, 0, 0, 0, 0, "", 0))
     out.sort()
     return out
+
+
+def same_directories(root, directories):
+    """Tell whether no entry was added, removed or renamed since a walk noted `directories`."""
+    try:
+        return all(os.stat(os.path.join(root, path)).st_mtime_ns == mtime for path, mtime in directories.items())
+    except OSError:
+        return False
 
 
 def stamp(entry):

@@ -74,14 +74,18 @@ def begin(session, header, _value):
 def stage_request(session, header, value):
     """Check the wanted tree, compare the host with the plan's base, and answer which content is missing."""
     push = _open(session)
-    push.wanted = stage.parse_result(value["files"])
     push.info = value["info"]
     live = push.found.live()
     root = push.found.site if live is None else push.found.tree(live)
-    entries = walk.walk(root)
-    if walk.fingerprint(entries) != header["base"]:
-        raise Failure("stale-plan", "`%s` changed since the plan was made" % push.found.site)
+    entries = _still_the_base(session, root, header["base"])
     push.sources = stage.gather(push.found, entries, value.get("vouch", []))
+    if "delta" in value:
+        index = layout.Index.load(os.path.join(push.found.directory(live), "index")) if live is not None else None
+        if index is None or (push.found.info(live) or {}).get("result") != value["delta"]["result"]:
+            raise Failure("stale-plan", "`%s` is not what the plan was made for" % push.found.site)
+        push.wanted = stage.apply_delta(index, value["delta"]["changes"], value["delta"]["gone"])
+    else:
+        push.wanted = stage.parse_result(value["files"])
     if value.get("base"):
         stage.add_base(push.sources, value["base"]["root"], value["base"]["vouch"])
     need = stage.missing(push.wanted, push.sources, push.found)
@@ -99,6 +103,22 @@ def stage_request(session, header, value):
 
     push.landing = objects.Landing(push.found.incoming, place, expected=need)
     return {"generation": push.number, "_big": sorted(need.items(), key=lambda item: (-item[1], item[0]))}
+
+
+def _still_the_base(session, root, fingerprint):
+    """Return the entries of the live tree, which must be what the plan was made for; raise Failure(stale-plan).
+
+    The scan of this connection serves as long as no directory changed since; a file that was written to meanwhile is found
+    when it is linked or proved.
+    """
+    if session.walked is not None and session.walked[0] == root and walk.same_directories(root, session.walked[2]):
+        entries, seen = session.walked[1], session.walked[3]
+    else:
+        entries = walk.walk(root)
+        seen = walk.fingerprint(entries)
+    if seen != fingerprint:
+        raise Failure("stale-plan", "`%s` changed since the plan was made" % root)
+    return entries
 
 
 def receive(session, header):
@@ -148,12 +168,28 @@ def prove_staged(session, header, value):
     if value.get("hash"):
         expected = [[path, row[0], row[1], row[2], row[3]] for path, row in sorted(push.index.rows.items())]
         stamps = {path: ((row[4], row[5], row[2], row[6], row[7]), row[3]) for path, row in push.index.rows.items()}
-        out["hashed"], out["vouched"], out["bad"] = prove.hashes(session, root, expected, stamps)
+        entries = walk.walk(root)
+        out["hashed"], out["vouched"], out["bad"] = prove.hashes(session, root, expected, stamps, entries)
+        if not out["bad"]:
+            stage.stamp(push.index, entries)
+        else:
+            _blame_the_source(push)
     if value.get("sources"):
         out["compiled"], out["syntax_errors"] = prove.syntax(session, push.python, root, value["sources"])
     if value.get("modules"):
         out["imports"] = _imports(session, push, root, header, value["modules"])
     return {"_big": out}
+
+
+def _blame_the_source(push):
+    """Raise Failure(stale-plan) when a file that was to be kept changed in the live tree since the scan."""
+    for path, (_digest, root, entry) in push.sources.by_path.items():
+        try:
+            info = os.lstat(os.path.join(root, path))
+        except OSError:
+            info = None
+        if info is None or (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns) != walk.stamp(entry)[:4]:
+            raise Failure("stale-plan", "`%s` changed on the host while the push was prepared" % path)
 
 
 def _imports(session, push, root, header, modules):
@@ -169,7 +205,7 @@ def commit(session, header, _value):
     """Make the proved tree a generation (not yet the live one)."""
     push = _open(session)
     push.journal = switch.write_journal(push.found, push.journal, state="proved")
-    info = {**push.info, "number": push.number, "created": locks.utc(), "tx": push.tx, "who": push.who["who"]}
+    info = {**push.info, **header.get("proved", {}), "number": push.number, "created": locks.utc(), "tx": push.tx, "who": push.who["who"]}
     stage.consume(push.found, push.found.tree(push.number), push.index, push.used)
     stage.publish(push.found, push.number, push.index, info)
     return {"generation": push.number}

@@ -37,7 +37,7 @@ def level_lines(proofs: Proofs) -> list[str]:
 
 def import_lines(proof: ImportProof) -> list[str]:
     """Show a failed import with its traceback, indented."""
-    death = f" (died of {proof.signal})" if proof.signal else ""
+    death = f" (died of {proof.signal})" if proof.signal and proof.signal not in proof.error else ""
     lines = [f"import {proof.module}: {proof.error or 'failed'}{death}"]
     lines += [f"    {line}" for line in proof.traceback.rstrip().splitlines()]
     lines += [f"    loaded from outside the tree: {library}" for library in proof.foreign_libraries]
@@ -47,7 +47,7 @@ def import_lines(proof: ImportProof) -> list[str]:
 def failure_lines(proofs: Proofs, verbose: int = 0) -> list[str]:
     """Show each failure; many bad files are cut unless verbose."""
     shown, more = some(proofs.bad_files, 1000 if verbose else 20)
-    lines = [f"file {path}: not what the generation recorded" for path in shown]
+    lines = [f"file {path}" for path in shown]
     lines += [f"… and {more} more (-v)"] if more else []
     for path, text in proofs.syntax_errors:
         lines.append(f"syntax {path}:")
