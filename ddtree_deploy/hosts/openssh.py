@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from ddtree_deploy.errors import DeployError, HostUnreachable
 from ddtree_deploy.hosts import known_hosts
@@ -16,14 +14,24 @@ from ddtree_deploy.hosts.ssh_argv import ssh_argv
 from ddtree_deploy.hosts.ssh_config import settings
 from ddtree_deploy.hosts.ssh_log import SshLog, connection_problem, host_key_problem
 
+LOG_BYTES = 1 << 20
+
 
 class _SshChannel(PipeChannel):
-    def __init__(self, host: Host, argv: Sequence[str], log: Path) -> None:
-        self._host, self._argv, self._log = host, argv, log
-        super().__init__(ssh_argv(host, argv, str(log)), self._why)
+    def __init__(self, host: Host, argv: Sequence[str]) -> None:
+        self._host, self._argv, self._text = host, argv, ""
+        # In memory, with a name that only lives as long as we do: however this process ends, no file is left.
+        self._log = os.fdopen(os.memfd_create("ssh-log"), "rb")
+        try:
+            super().__init__(ssh_argv(host, argv, f"/proc/{os.getpid()}/fd/{self._log.fileno()}"), self._why)
+        except BaseException:
+            self._log.close()
+            raise
 
     def _read_log(self) -> SshLog:
-        return SshLog.parse(self._log.read_text("utf-8", "replace") if self._log.exists() else "")
+        with contextlib.suppress(ValueError):  # closed, perhaps by another thread: what was read before stands
+            self._text = os.pread(self._log.fileno(), LOG_BYTES, 0).decode("utf-8", "replace")
+        return SshLog.parse(self._text)
 
     def _why(self, status: int | None, stderr: str) -> DeployError:
         log = self._read_log()
@@ -44,8 +52,8 @@ class _SshChannel(PipeChannel):
 
     def close(self) -> None:
         super().close()
-        with contextlib.suppress(OSError):
-            self._log.unlink()
+        self._read_log()
+        self._log.close()
 
 
 class OpenSshConnector:
@@ -56,12 +64,6 @@ class OpenSshConnector:
 
     def start(self, argv: Sequence[str]) -> Channel:
         try:
-            descriptor, log = tempfile.mkstemp(prefix="ddtree-ssh-", suffix=".log")
-            os.close(descriptor)
-            try:
-                return _SshChannel(self.host, argv, Path(log))
-            except BaseException:
-                Path(log).unlink()
-                raise
+            return _SshChannel(self.host, argv)
         except OSError as problem:
             raise HostUnreachable(f"cannot start `ssh` for `{self.host.name}`: {problem}") from problem
