@@ -243,6 +243,13 @@ def _lay(dist: Path, root: Path) -> list[Path]:
 
 
 def _cell(bench: Bench, tree: str, dist: str, site: abi.Site, paths: Iterable[str], root: Path) -> Cell:
+    """Predict and try one cell; a cell that an interrupted run has tried already is taken from its notes."""
+    notes = bench.root / "cells.json"
+    done: dict[str, list[dict[str, object]]] = json.loads(notes.read_text()) if notes.exists() else {}
+    key = f"{tree}|{dist}"
+    if key in done:
+        tried, reasons = done[key]
+        return Cell(tree, dist, {path: tuple(row) for path, row in tried.items()}, reasons)  # type: ignore[misc,arg-type]
     known = abi.closure(site)
     names = [p for p in paths if importable(p, site.tree.objects[p], "cp312")]
     really = bench.truth(root, names)
@@ -255,6 +262,7 @@ def _cell(bench: Bench, tree: str, dist: str, site: abi.Site, paths: Iterable[st
         if missed:
             reasons[path] = f"{missed[0].item}" + (f" (+{len(missed) - 1})" if len(missed) > 1 else "")
     cell = Cell(tree, dist, files, reasons)
+    notes.write_text(json.dumps({**done, key: [files, reasons]}))
     print(
         f"{tree:<44} {dist:<28} {cell.predicted!s:<6} {cell.real!s:<6} {len(files):>3} files, wrong: {cell.wrong}",
         flush=True,
@@ -262,11 +270,50 @@ def _cell(bench: Bench, tree: str, dist: str, site: abi.Site, paths: Iterable[st
     return cell
 
 
+def hosts(bench: Bench) -> tuple[list[Path], list[Path], list[Path]]:
+    """Return the distributions of the two hosts of the story, CUDA 12 and CUDA 13, and what both have."""
+    old = [*bench.with_closure("torch==2.9.1"), bench.fetch("sgl-kernel==0.3.21"), bench.fetch("sglang==0.5.9")]
+    new = [
+        *bench.with_closure("torch==2.11.0"),
+        bench.fetch("sglang-kernel==0.4.2.post2"),
+        bench.fetch("sglang==0.5.11"),
+    ]
+    return old, new, [bench.fetch(name) for name in PURE]
+
+
+def story(bench: Bench) -> tuple[list[Cell], list[str]]:
+    """Ask before the accident: sglang alone, torch without its kernels, then push the set that is named and load it."""
+    old, new, pure = hosts(bench)
+    source = abi.load(bench.facts(bench.compose(pure + new)), "ct129")
+    root = bench.compose(pure + old)
+    target = abi.load(bench.facts(root, abi.wanted([source])), "ct200")
+    text = []
+    nvidia = [dist.key for dist in source.tree.dists if dist.key.startswith("nvidia-")]
+    for title, asked in (("sglang", ["sglang"]), ("torch,triton,nvidia*", ["torch", "triton", *nvidia])):
+        verdict = abi.judge(source, target, asked)
+        text += ["", f"`diff ct200 --only {title}`", "", "```", *abi.lines(verdict), "```"]
+    first = abi.judge(source, target, ["sglang"]).solution
+    assert first is not None
+    verdict = abi.judge(source, target, first.names)
+    text += ["", "The set that it names, judged in turn:", "", "```", *abi.lines(verdict), "```"]
+    gone = {(name, version) for name, version, _why in verdict.removed}
+    for dist in target.tree.dists:
+        for path in dist.owns if (dist.name, dist.version) in gone else ():
+            (root / path).unlink(missing_ok=True)
+    for directory in new:
+        if abi.load({"tree": abi_facts.tree(str(directory))}, "").tree.dists[0].key in verdict.moved:
+            _lay(directory, root)
+    after = abi.load(bench.facts(root), "ct200")
+    groups = {top: [p for p in after.tree.objects if p.startswith(f"{top}/")] for top in ("torch", "sgl_kernel", "lib")}
+    cells = [
+        _cell(bench, "cu12 tree + smallest set", top, after, paths, root) for top, paths in groups.items() if paths
+    ]
+    return cells, text
+
+
 def accident(bench: Bench) -> Iterator[Cell]:
     """Replay the story: parts of a cu130 tree laid over a cu128 tree, by copying over, and after rm -rf."""
-    old = [*bench.with_closure("torch==2.9.1"), bench.fetch("sgl-kernel==0.3.21")]
-    new = [*bench.with_closure("torch==2.11.0"), bench.fetch("sglang-kernel==0.4.2.post2")]
-    pure = [bench.fetch(name) for name in PURE]
+    old, new, pure = hosts(bench)
     parts = ("torch", "triton", "nvidia", "sgl_kernel")
     for name in ("clean", "merged", "replaced"):
         root = bench.compose(pure + (new if name == "clean" else old))
@@ -296,7 +343,7 @@ def accident(bench: Bench) -> Iterator[Cell]:
 # --- the report -----------------------------------------------------------------------------------------------------
 
 
-def report(cells: list[Cell], bench: Bench, seconds: float) -> str:
+def report(cells: list[Cell], text: list[str], bench: Bench, seconds: float) -> str:
     """Return docs/oracle.md."""
     wheels = json.loads((bench.root / "wheels.json").read_text())
     too_kind = [c for c in cells if any(c.files[p][0] and not c.files[p][1] for p in c.files)]
@@ -356,6 +403,12 @@ def report(cells: list[Cell], bench: Bench, seconds: float) -> str:
         "",
         *(died or ["None."]),
         "",
+        "## The accident, asked beforehand",
+        "",
+        "ct129 has torch 2.11.0+cu130, sglang-kernel 0.4.2.post2 and sglang 0.5.11; ct200 has torch 2.9.1+cu128,",
+        "sgl-kernel 0.3.21 and sglang 0.5.9. The cells `cu12 tree + smallest set` above are what loads after the push.",
+        *text,
+        "",
         "## Repeat it",
         "",
         "`make oracle` (or `python scripts/oracle.py --root DIR --python python3.12 --report FILE`): 20 GB in DIR,",
@@ -382,9 +435,10 @@ def main() -> int:
     for torch in TORCHES:
         bench.with_closure(f"torch=={torch}")
     bench.build_stub()
-    cells = [cell for torch in TORCHES for cell in matrix(bench, torch, (*KERNELS, *OTHERS))]
+    cells, text = story(bench)
     cells += accident(bench)
-    options.report.write_text(report(cells, bench, time.monotonic() - started), encoding="utf-8")
+    cells += [cell for torch in TORCHES for cell in matrix(bench, torch, (*KERNELS, *OTHERS))]
+    options.report.write_text(report(cells, text, bench, time.monotonic() - started), encoding="utf-8")
     shutil.rmtree(bench.tree, ignore_errors=True)
     if not options.keep:
         shutil.rmtree(options.root)

@@ -7,13 +7,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddtree_deploy.abi.model import Dist, SharedObject, Site, Tree
+from ddtree_deploy.abi.model import COMMON, Dist, SharedObject, Site, Tree
 
 SOURCE, TARGET = "source", "target"
 CUDA_SUFFIX = re.compile(r"-cu\d+$")
-# Directories that many distributions share; a file there belongs to nobody but its RECORD.
-COMMON = frozenset({"nvidia", "cuda", "lib", "lib64", "include", "bin", "share", "tests", "test", "docs", "doc",
-                    "examples", "benchmarks", "scripts", "etc"})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +44,10 @@ def compose(source: Site, target: Site, moved: Collection[str]) -> Composition:
     `sglang-kernel`). Unowned files go with the package directory that they lie in.
     """
     coming = tuple(dist for dist in source.tree.dists if dist.key in moved)
+    names = {dist.key: dist for dist in coming}
+    claimed = {path: dist for dist in coming for path in dist.claims}
     removed = tuple(
-        Removal(dist, *found)
-        for dist in target.tree.dists
-        for found in [_displaced(dist, coming, target.tree)]
-        if found
+        Removal(dist, *found) for dist in target.tree.dists for found in [_displaced(dist, names, claimed)] if found
     )
     gone = {id(item.dist) for item in removed}
     objects: dict[str, SharedObject] = {}
@@ -63,7 +59,6 @@ def compose(source: Site, target: Site, moved: Collection[str]) -> Composition:
         if stays:
             objects[path], origin[path] = item, TARGET
     mine = _packages(source.tree, list(coming))
-    names = {dist.key for dist in coming}
     for path, item in source.tree.objects.items():
         owners = source.tree.owners.get(path, ())
         if any(dist.key in names for dist in owners) or (not owners and path.split("/")[0] in mine):
@@ -80,23 +75,16 @@ def compose(source: Site, target: Site, moved: Collection[str]) -> Composition:
     return Composition(result, coming, removed, origin)
 
 
-def _displaced(dist: Dist, coming: tuple[Dist, ...], tree: Tree) -> tuple[str, str] | None:
+def _displaced(dist: Dist, coming: Mapping[str, Dist], claimed: Mapping[str, Dist]) -> tuple[str, str] | None:
+    """Return why a distribution of the target goes, and the key of the moved one that makes it go."""
+    if dist.key in coming:
+        return f"replaced by {coming[dist.key].shown}", dist.key
     base = CUDA_SUFFIX.sub("", dist.key)
-    for other in coming:
-        if other.key == dist.key:
-            return f"replaced by {other.shown}", other.key
-        if base.startswith("nvidia-") and CUDA_SUFFIX.sub("", other.key) == base:
+    for other in coming.values() if base.startswith("nvidia-") else ():
+        if CUDA_SUFFIX.sub("", other.key) == base:
             return f"the same library as {other.shown}, for another CUDA", other.key
-    for other in coming:
-        common = dist.owns & other.owns
-        if common & tree.objects.keys() or any(_is_package(path) for path in common):
-            return f"owns the same files as {other.shown}", other.key
-    return None
-
-
-def _is_package(path: str) -> bool:
-    top, _, rest = path.partition("/")
-    return rest == "__init__.py" and top not in COMMON
+    rival = next((claimed[path] for path in sorted(dist.claims) if path in claimed), None)
+    return (f"owns the same files as {rival.shown}", rival.key) if rival else None
 
 
 def _packages(tree: Tree, dists: list[Dist]) -> frozenset[str]:

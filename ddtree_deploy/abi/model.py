@@ -15,6 +15,10 @@ from typing import Any, TypeAlias
 from packaging.utils import canonicalize_name
 
 Json: TypeAlias = Mapping[str, Any]
+# Directories that many distributions share; a file there belongs to nobody but its RECORD.
+COMMON = frozenset(
+    ["nvidia", "cuda", "lib", "lib64", "include", "bin", "share", "tests", "test", "docs", "doc", "examples", "scripts"]
+)
 
 
 def unpack(names: Any) -> tuple[str, ...]:
@@ -149,6 +153,11 @@ class Dist:
         return frozenset(unpack(self.raw.get("owns")))
 
     @cached_property
+    def claims(self) -> frozenset[str]:
+        """Paths that can have one owner only: shared objects, and the `__init__.py` of top-level packages."""
+        return frozenset(path for path in self.owns if ".so" in path or _is_package(path))
+
+    @cached_property
     def tops(self) -> frozenset[str]:
         """Top-level directories that it owns files in."""
         return frozenset(path.split("/", 1)[0] for path in self.owns if "/" in path)
@@ -157,6 +166,11 @@ class Dist:
         """Return the number of files and examples for `missing` or `resized`."""
         value = self.raw.get(kind) or {}
         return int(value.get("count", 0)), tuple(value.get("examples", ()))
+
+
+def _is_package(path: str) -> bool:
+    top, _, rest = path.partition("/")
+    return rest == "__init__.py" and top not in COMMON
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -111,9 +111,10 @@ class Unmet:
     exact: bool
 
 
-def unmet(site: Site, dists: Mapping[str, Dist] | None = None) -> frozenset[Unmet]:
-    """Return the requirements (PEP 508, no extras) that a tree does not satisfy inside itself."""
-    installed = dists if dists is not None else {dist.key: dist for dist in site.tree.dists}
+@lru_cache(maxsize=4)
+def unmet(site: Site) -> frozenset[Unmet]:
+    """Return the requirements (PEP 508, with the extras asked for) that a tree does not satisfy inside itself."""
+    installed = {dist.key: dist for dist in site.tree.dists}
     tag = site.host.python_tag or "cp312"
     environment = {
         "python_version": f"{tag[2:3]}.{tag[3:]}", "python_full_version": f"{tag[2:3]}.{tag[3:]}.0", "extra": "",
@@ -140,17 +141,22 @@ def unmet(site: Site, dists: Mapping[str, Dist] | None = None) -> frozenset[Unme
     return frozenset(out)
 
 
-_parse = lru_cache(maxsize=None)(Requirement)
-
-
 def _requirements(dist: Dist, environment: dict[str, str]) -> Iterator[Requirement]:
+    frozen = tuple(environment.items())
     for text in dist.requires:
-        try:
-            wanted = _parse(text)
-            if wanted.marker is None or wanted.marker.evaluate(environment):
-                yield wanted
-        except (InvalidRequirement, ValueError, KeyError):
-            continue
+        wanted = _applicable(text, frozen)
+        if wanted is not None:
+            yield wanted
+
+
+@lru_cache(maxsize=65536)
+def _applicable(text: str, environment: tuple[tuple[str, str], ...]) -> Requirement | None:
+    """Parse a Requires-Dist; None when its marker excludes it here, or when it can not be read."""
+    try:
+        wanted = Requirement(text)
+        return wanted if wanted.marker is None or wanted.marker.evaluate(dict(environment)) else None
+    except (InvalidRequirement, ValueError, KeyError):
+        return None
 
 
 def _satisfies(version: str, wanted: Requirement) -> bool:
