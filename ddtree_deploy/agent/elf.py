@@ -315,7 +315,8 @@ def _symbols(facts, image, strings, tags, versions):
 
 def _fatbins(facts, image):
     found, seen, damage = set(), False, None
-    for name in (b".nv_fatbin", b"__nv_relfatbin"):
+    # What `__nv_relfatbin` holds went through the device linker into `.nv_fatbin`, not always for every architecture.
+    for name in (b".nv_fatbin",) if b".nv_fatbin" in image.sections else (b"__nv_relfatbin",):
         if name not in image.sections:
             continue
         offset, size = image.sections[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SPECIFIC, FAMILY, ZSTD = 1 << 20, 1 << 21, 1 << 15
@@ -27,10 +27,18 @@ def container(archs: Sequence[str], header: int = 64) -> bytes:
 
 
 def shared_object(path: Path, section: bytes, name: str = ".nv_fatbin") -> Path:
-    """Link a shared object that carries `section`; return its path."""
-    raw = path.with_suffix(".bin")
-    raw.write_bytes(section)
+    """Link a shared object that carries one such section; return its path."""
+    return shared_objects(path, {name: section})
+
+
+def shared_objects(path: Path, sections: Mapping[str, bytes]) -> Path:
+    """Link a shared object that carries the sections; return its path."""
     source = path.with_suffix(".s")
-    source.write_text(f'.section {name},"a"\n.balign 8\n.incbin "{raw}"\n.section .note.GNU-stack,""\n')
+    text = '.section .note.GNU-stack,""\n'
+    for name, content in sections.items():
+        raw = path.with_suffix(f".{name.strip('._')}.bin")
+        raw.write_bytes(content)
+        text += f'.section {name},"a"\n.balign 8\n.incbin "{raw}"\n'
+    source.write_text(text)
     subprocess.run(["gcc", "-shared", "-nostdlib", "-o", str(path), str(source)], check=True, capture_output=True)
     return path

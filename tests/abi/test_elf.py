@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddtree_deploy.agent import elf
-from tests.abi.fatbins import container, entry, shared_object
+from tests.abi.fatbins import container, entry, shared_object, shared_objects
 from tests.abi.lab import GCC, Env
 
 SITE = Path(os.__file__).parent / "lib-dynload"
@@ -145,6 +145,14 @@ def test_architectures_of_hand_made_gpu_code(tmp_path: Path, header: int) -> Non
 def test_relocatable_gpu_code_is_read_too(tmp_path: Path) -> None:
     path = shared_object(tmp_path / "k.so", container(["sm_89"]), name="__nv_relfatbin")
     assert elf.read(str(path))["archs"] == ["sm_89"]
+
+
+@needs_gcc
+def test_only_what_was_device_linked_counts(tmp_path: Path) -> None:
+    """torch 2.9.1's libtorch_nvshmem.so: sm_89 and PTX were compiled, and lost in the device link."""
+    objects = {"__nv_relfatbin": container(["sm_89", "compute_90"]), ".nv_fatbin": container(["sm_80", "sm_90"])}
+    path = shared_objects(tmp_path / "k.so", objects)
+    assert elf.read(str(path))["archs"] == ["sm_80", "sm_90"]
 
 
 @needs_gcc
