@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TRANSPORTS = ("openssh", "fabric", "local")
+from ddtree_deploy.hosts.base import TRANSPORTS
+
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _VIA = re.compile(r"(pct:\d+|docker:[A-Za-z0-9][A-Za-z0-9_.-]*)")
 _PIN = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")

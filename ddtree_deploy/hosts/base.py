@@ -8,6 +8,8 @@ from typing import BinaryIO, Protocol
 
 from ddtree_deploy.errors import DeployError
 
+TRANSPORTS = ("openssh", "fabric", "local")
+
 
 @dataclass(frozen=True, slots=True)
 class Host:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import shutil
 
 from ddtree_deploy.errors import UsageProblem
-from ddtree_deploy.hosts.base import Connector, Host
+from ddtree_deploy.hosts.base import TRANSPORTS, Connector, Host
 from ddtree_deploy.hosts.ssh_argv import check_options
-
-TRANSPORTS = ("local", "openssh", "fabric")
 
 
 def connector(host: Host) -> Connector:
@@ -24,7 +22,7 @@ def connector(host: Host) -> Connector:
         return LocalConnector(host)
     if host.transport not in TRANSPORTS:
         raise UsageProblem(
-            f"unknown transport of `{host.name}`: `{host.transport}`", mend="use openssh, fabric or local"
+            f"unknown transport of `{host.name}`: `{host.transport}`", mend=f"use one of {', '.join(TRANSPORTS)}"
         )
     check_options(host)
     if host.transport == "fabric" or shutil.which("ssh") is None:
