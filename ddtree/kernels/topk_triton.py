@@ -21,8 +21,6 @@ except ImportError:
     triton = None
 
 MAX_K = 1024
-# Few warps, many numbers a thread: each step of a search is one reduction, and across warps that means barriers.
-_MERGE_WARPS = {1: 1, 2: 1, 4: 1, 8: 1, 16: 1, 32: 2, 64: 2, 128: 4, 256: 4, 512: 8, 1024: 8}
 
 if triton is not None:
 
@@ -151,9 +149,7 @@ if triton is not None:
         # Padding gets indices of its own beyond the vocabulary.
         kept = _best_k(keys, tl.where(real, column, (1 << (INDEX_BITS - 1)) + seat), k, INDEX_BITS)
         place = tl.atomic_add(counter_ptr + row * 2 + 1 + seat * 0, 1, mask=kept)
-        # Read the groups again rather than keep a column for every candidate in registers.
-        again = tl.load(picked_ptr + row * k + seat // GROUP, mask=kept, other=0, volatile=True)
-        packed = (keys.to(tl.int64) << 32) | (0xFFFFFFFF - (again * GROUP + seat % GROUP).to(tl.int64))
+        packed = (keys.to(tl.int64) << 32) | (0xFFFFFFFF - column.to(tl.int64))
         tl.store(slot_ptr + row * k + place, packed, mask=kept)
         tl.debug_barrier()
 
@@ -206,7 +202,8 @@ def shard_topk_triton(logits: Tensor, k: int, *, id_offset: int = 0, as_logp: bo
         K_BLOCK=_block(k),
         # One bit more than the vocabulary needs, and room for the seats of the padding.
         INDEX_BITS=max(vocabulary, _block(k) * group).bit_length() + 1,
-        num_warps=_MERGE_WARPS[_block(k)],
+        # 16 numbers a thread.
+        num_warps=min(16, max(4, max(triton.next_power_of_2(groups), _block(k) * group) // 512)),
     )
     return ShardTopK(values, ids, lse)
 
