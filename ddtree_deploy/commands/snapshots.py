@@ -31,6 +31,9 @@ def register(app: typer.Typer) -> None:
     command(cache, "ls", examples=("cache ls", "cache ls --json"))(ls)
     command(cache, "verify", examples=("cache verify", "cache verify --json"))(cache_verify)
     command(cache, "prune", examples=("cache prune -n", "cache prune --keep 3 -y"))(cache_prune)
+    command(
+        cache, "forget", examples=("cache forget old-one -n", "cache forget 3f9a1c2 -y && ddtree-deploy cache prune -y")
+    )(cache_forget)
     command(cache, "dir", examples=("cache dir", 'du -sh "$(ddtree-deploy cache dir)"'))(cache_dir)
     command(cache, "size", examples=("cache size", "cache size --json"))(cache_size)
     app.add_typer(cache, rich_help_panel=PANEL)
@@ -109,13 +112,11 @@ def cache_verify(ui: Ui) -> int:
     report = Store.open().verify(ui.emit)
     bad = [f"object {digest}: content differs" for digest in report.bad]
     bad += [f"snapshot {short(identity)}: object {digest} is missing" for identity, digest in report.missing]
-    ui.document(
-        "cache-verify", {"objects": report.objects, "bytes": report.bytes, "bad": report.bad, "missing": report.missing}
-    )
     if bad:
         raise IntegrityFailure(
             f"the store has {plural(len(bad), 'problem')}", mend="take the snapshots again", causes=tuple(bad[:20])
         )
+    ui.document("cache-verify", {"objects": report.objects, "bytes": report.bytes})
     ui.data(f"{plural(report.objects, 'object')}, {size(report.bytes)}: all as their digests say")
     return 0
 
@@ -148,6 +149,28 @@ def cache_prune(
         {"dry_run": dry_run, "objects": planned.objects, "bytes": planned.bytes, "snapshots": planned.snapshots},
     )
     ui.data("nothing to delete" if nothing else f"{verb} {plural(planned.objects, 'object')}, {size(planned.bytes)}")
+
+
+def cache_forget(
+    ui: Ui,
+    snapshot: Annotated[str, typer.Argument(metavar="ID|LABEL", autocompletion=flags.complete_snapshot)],
+    dry_run: flags.DryRun = False,
+    yes: flags.Yes = False,
+) -> None:
+    """Delete one snapshot; its objects go with the next prune."""
+    from ddtree_deploy.errors import UsageProblem
+    from ddtree_deploy.render.words import short
+    from ddtree_deploy.store import Store
+
+    store = Store.open()
+    ref = store.ref(store.resolve(snapshot))
+    name = f"{short(ref.id)} ({ref.label})" if ref.label else short(ref.id)
+    if not dry_run:
+        if not ui.confirm(f"delete snapshot {name} of `{ref.host}`?", yes):
+            raise UsageProblem("nothing was deleted: not confirmed", mend="answer `y`, or add `-y`")
+        store.forget(ref.id)
+    ui.document("cache-forget", {"dry_run": dry_run, "snapshot": ref.id})
+    ui.data(f"{'would delete' if dry_run else 'deleted'} snapshot {name}")
 
 
 def cache_dir(ui: Ui) -> None:

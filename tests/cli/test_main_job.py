@@ -177,3 +177,17 @@ def test_json_documents_have_a_schema_and_a_kind(target: Path, snapshot: str) ->
         ran = run(*argv, "--json")
         document = json.loads(ran.out)
         assert (ran.code, document["schema"], bool(document["kind"])) == (0, 1, True), argv
+
+
+def test_the_store_can_be_looked_after(source: Path, snapshot: str) -> None:
+    root = Path(run("cache", "dir").out.strip())
+    assert run("cache", "verify").code == 0
+    victim = next(path for path in (root / "objects").rglob("*") if path.is_file())
+    victim.chmod(0o644)
+    victim.write_bytes(victim.read_bytes() + b"!")
+    bad = run("cache", "verify")
+    assert bad.code == 14 and victim.name in bad.err and bad.out == ""
+    assert run("cache", "forget", "good", "-n").out == f"would delete snapshot {snapshot[:7]} (good)\n"
+    assert run("cache", "forget", "good", "-y").out == f"deleted snapshot {snapshot[:7]} (good)\n"
+    assert run("cache", "prune", "-y").code == 0
+    assert run("cache", "size", "--json").json["objects"] == 0
