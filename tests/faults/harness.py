@@ -163,6 +163,7 @@ def rest(venv: Path, seconds: float = 30.0) -> None:
             time.sleep(0.05)
 
 
+#: At the top of a venv, in its bin and beside its site-packages; anything in `incoming`.
 _LITTER = re.compile(r"(^|/)(\.tmp-|\.ddtree-probe-|decision-|journal$)|\.ddtree-\d+$|\.partial$|/incoming/.")
 
 
