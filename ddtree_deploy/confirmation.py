@@ -17,21 +17,20 @@ def confirm(host: Host, tx: str, generation: int, previous: int, seconds: float,
     """
     emit(Step(host.name, "confirm from a fresh connection"))
     deadline = time.monotonic() + seconds
-    error: DeployError | None = None
     while True:
         try:
             with Session(host, writable=True, emit=emit) as session:
                 outcome = session.ask("confirm", venv=host.venv, tx=tx).fields["outcome"]
             break
-        except HostUnreachable as problem:
-            error = problem
+        except DeployError as problem:
+            # Unreachable, or its disk is full: until the deadline both may pass.
             if time.monotonic() > deadline:
                 raise RestoreUnconfirmed(
-                    f"`{host.name}` switched to generation {generation} but can not be reached to confirm it",
+                    f"`{host.name}` switched to generation {generation}, but that could not be confirmed",
                     mend=f"it goes back to {previous} by itself; see `ddtree-deploy status {host.name}`",
-                    causes=(error.message,),
+                    causes=(problem.message,),
                 ) from problem
-            emit(Note(host.name, "no fresh connection yet, trying again", "debug"))
+            emit(Note(host.name, "not confirmed yet, trying again", "debug"))
             time.sleep(1.0)
     if outcome == "confirmed":
         return
@@ -40,19 +39,26 @@ def confirm(host: Host, tx: str, generation: int, previous: int, seconds: float,
     raise RestoreUnconfirmed(f"the ledger of `{host.name}` does not say how the switch to generation {generation} ended")
 
 
-def outcome_after_loss(host: Host, tx: str, seconds: float, emit: Emit, lost: DeployError) -> DeployError:
-    """Return the error that tells how a switch ended whose connection broke, by reading the ledger until it says."""
-    emit(Note(host.name, "the connection broke after the switch; reading the host's ledger", "warn"))
+def outcome_after_loss(host: Host, tx: str, previous: int | None, seconds: float, emit: Emit, lost: DeployError) -> DeployError:
+    """Return the error that tells how a switch ended whose connection broke, by reading the ledger until it says.
+
+    That is `lost` itself when nothing was switched: `previous` is live, and nobody is left there who would decide.
+    """
+    emit(Note(host.name, "the connection broke at the switch; reading the host's ledger", "warn"))
     deadline = time.monotonic() + seconds + 10
     while time.monotonic() < deadline:
         try:
             with Session(host, writable=False, emit=emit) as session:
-                ledger = session.ask("look", venv=host.venv).value["ledger"]
+                seen = session.ask("look", venv=host.venv)
         except HostUnreachable:
             time.sleep(2.0)
             continue
-        for entry in ledger:
+        for entry in seen.value["ledger"]:
             if entry.get("tx") == tx and entry.get("event") == "reverted":
                 return RevertedAfterFailure(f"`{host.name}` went back by itself: the connection broke after the switch", causes=(lost.message,))
+        if seen.fields["lock"] is None:
+            if (seen.fields["generation"] or 0) == (previous or 0):
+                return lost
+            break
         time.sleep(1.0)
     return RestoreUnconfirmed(f"the connection to `{host.name}` broke after the switch", causes=(lost.message,))

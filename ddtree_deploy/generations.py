@@ -142,7 +142,7 @@ def rollback(
         modules = _modules(session, plan) if verify else []
         probing: dict[str, Any] = {"user": host.service_user, "env": dict(host.service_env), "timeout": probe_timeout}
         emit(Step(host.name, f"switch to generation {plan.generation}"))
-        done = session.ask("switch", deadline=confirm_timeout + probe_timeout * max(1, len(modules))).fields
+        done = session.ask("switch", deadline=confirm_timeout + probe_timeout * len(modules)).fields
         rows = session.ask("probe-live", modules, patience=3600.0, confirm_timeout=confirm_timeout, **probing).value
         proofs = Proofs(where="live", imports=tuple(import_proof(row) for row in rows))
         if not proofs.ok:

@@ -305,7 +305,7 @@ class Store:
 
     def _clear(self, kept: Collection[str]) -> None:
         """Remove what runs that died left behind: received objects, half-written files, manifests without a record."""
-        for path in [*self.temporary.iterdir(), *self.quarantine.iterdir(), *self.references.glob(".tmp-*")]:
+        for path in [*self.temporary.iterdir(), *self.quarantine.iterdir(), *self.root.glob("*/.tmp-*")]:
             if path.is_dir():
                 shutil.rmtree(path)
             else:

@@ -231,6 +231,7 @@ class _Push:
     options: PushOptions
     clock: _Clock
     emit: Emit
+    tx: str = ""
     sent_objects: int = 0
     sent_bytes: int = 0
     proofs: list[Proofs] = field(default_factory=list)
@@ -249,6 +250,7 @@ class _Push:
                 "begin", venv=self.host.venv, who=f"{getpass.getuser()}@{platform.node()}", what="push", snapshot=self.plan.snapshot,
                 lock_wait=self.options.lock_wait, keep_generations=self.options.keep_generations,
             ).fields  # fmt: skip
+        self.tx = begun["tx"]
         if begun["recovered"]:
             self.emit(Note(self.host.name, begun["recovered"], "warn"))
         return bool(begun["stirred"])
@@ -367,15 +369,15 @@ class _Push:
         """Switch and probe the live tree; return (transaction, generation, previous). Raises when the host went back."""
         modules = probe_modules(self.plan, self.options.roots) if self.options.verify else []
         budget = self.options.confirm_timeout + (self.options.probe_timeout * max(1, len(modules) / 2) if modules else 0)
-        with self.clock("switch"):
-            self.step("switch")
-            done = self.ask("switch", deadline=budget, accept_gap=self.options.accept_gap).fields
-        tx, generation, previous = done["tx"], done["generation"], done["previous"]
         try:
+            with self.clock("switch"):
+                self.step("switch")
+                done = self.ask("switch", deadline=budget, accept_gap=self.options.accept_gap).fields
+            tx, generation, previous = done["tx"], done["generation"], done["previous"]
             with self.clock("imports"):
                 rows = self.ask("probe-live", modules, confirm_timeout=self.options.confirm_timeout, **self._probing()).value
         except HostUnreachable as error:
-            raise outcome_after_loss(self.host, tx, budget, self.emit, error) from error
+            raise outcome_after_loss(self.host, self.tx, self.plan.base_generation, budget, self.emit, error) from error
         staged = {proof.module: proof for proof in self.proofs[-1].imports or ()}
         proofs = Proofs(
             where="live", imports=tuple(import_proof(row, row["module"] in staged and staged[row["module"]].baseline) for row in rows)

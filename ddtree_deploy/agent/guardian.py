@@ -8,6 +8,9 @@ import time
 
 from ddtree_deploy.agent import durable, layout, switch, tidy
 
+#: How long after the deadline a disk that refuses the decision is asked again, in seconds.
+PATIENCE = 3600.0
+
 _BOOT = (
     "import sys; sys.path.insert(0, '/proc/self/fd/' + sys.argv[1]); "
     "from ddtree_deploy.agent.guardian import main; main(sys.argv[2:])"
@@ -32,12 +35,18 @@ def watch(found, tx, python):
         journal = durable.read_json(found.journal)
         if not journal or journal.get("tx") != tx:
             return switch.outcome(found, tx)
-        verdict = switch.settle(found, python)
-        if verdict:
-            return verdict
-        if time.time() >= journal["deadline"]:
-            switch.decide(found, tx, "reverted", "not confirmed before the deadline")
-            continue
+        try:
+            verdict = switch.settle(found, python)
+            if verdict:
+                return verdict
+            if time.time() >= journal["deadline"]:
+                switch.decide(found, tx, "reverted", "not confirmed before the deadline")
+                continue
+        except OSError:
+            # A full disk may get room again, and every step may be repeated; the lock says meanwhile that this is not over.
+            if time.time() > journal["deadline"] + PATIENCE:
+                raise
+            time.sleep(0.5)
         time.sleep(0.02)
 
 
@@ -49,6 +58,9 @@ def main(argv):
     found = layout.Layout(venv, site_relative)
     python = os.path.join(venv, "bin", "python")
     verdict = watch(found, tx, python)
+    if verdict == "reverted":
+        for path in found.partials():
+            layout.remove(path)
     os.close(int(lock_fd))
     if verdict == "confirmed":
         tidy.after_confirmation(found, int(keep))

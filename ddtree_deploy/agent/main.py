@@ -116,6 +116,8 @@ def _work(session, requests):
             fields, body = ({}, b"") if "_big" not in result else frames.pack(result.pop("_big"))
             session.send({"re": session.current, "ok": True, **result, **fields}, body)
         except BaseException as error:  # the connection must answer every request, also a failed one
+            if isinstance(error, OSError) and error.errno in (28, 122):
+                writes.give_back(session)
             session.send({"re": session.current, "ok": False, "error": _failure(error)})
 
 

@@ -134,12 +134,13 @@ def confirm(found, tx, python, wait, aborted):
 
     The guardian, which holds the lock, settles; if it is dead, the lock is free and we do.
     """
-    decide(found, tx, "confirmed")
+    if outcome(found, tx) is None:
+        decide(found, tx, "confirmed")
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline and not aborted():
         done = outcome(found, tx)
         if done:
-            return done
+            break
         try:
             fd = locks.acquire(found, {"who": "confirm", "what": "settling"}, 0, aborted)
         except Failure:
@@ -149,7 +150,13 @@ def confirm(found, tx, python, wait, aborted):
             settle(found, python)
         finally:
             os.close(fd)
-    return outcome(found, tx)
+    done = outcome(found, tx)
+    if done:
+        # Ours may have come after the settlement, or be a predecessor's that was cut: the ledger has the last word.
+        for name in os.listdir(found.state):
+            if name.startswith(os.path.basename(_decision(found, tx))):
+                layout.remove(os.path.join(found.state, name))
+    return done
 
 
 def recover(found, python):

@@ -133,7 +133,6 @@ def received(session, header, _value):
     push = _open(session)
     landing = push.landing
     if landing.error is not None:
-        push.keep_incoming = False
         raise landing.error
     bad, landing.bad = landing.bad, []
     return {"objects": landing.received, "bytes": landing.bytes, "bad": bad}
@@ -144,11 +143,7 @@ def build(session, header, _value):
     push = _open(session)
     root = push.found.tree(push.number)
     os.makedirs(push.found.directory(push.number))
-    try:
-        push.index, push.used = stage.build(session, push.found, root, push.wanted, push.sources)
-    except OSError:
-        push.keep_incoming = False
-        raise
+    push.index, push.used = stage.build(session, push.found, root, push.wanted, push.sources)
     stage.keep_bytecode(root, push.index, push.sources)
     push.journal = switch.write_journal(push.found, push.journal, state="staged", generation=push.number)
     changed = [path for path, row in push.index.rows.items() if row[0] == "f" and _is_new(push, path, row)]
@@ -239,10 +234,15 @@ def switch_request(session, header, _value):
         found, push.journal, state="switched", generation=push.number, previous=found.live() or 0, deadline=time.time() + seconds
     )
     push.switched = True
-    guardian.start(found, push.tx, push.lock_fd, session.zip_fd, push.keep_generations)
-    if found.live() is None:
-        _adopt(push, bool(header.get("accept_gap")))
-    switch.flip(found, push.number, push.python)
+    try:
+        guardian.start(found, push.tx, push.lock_fd, session.zip_fd, push.keep_generations)
+        if found.live() is None:
+            _adopt(push, bool(header.get("accept_gap")))
+        switch.flip(found, push.number, push.python)
+    except (OSError, Failure) as error:
+        if _taken_back(push, "the switch failed: %s" % error):
+            raise
+        raise _half_way(error) from None
     return {"generation": push.number, "previous": push.journal["previous"], "tx": push.tx}
 
 
@@ -265,20 +265,43 @@ def probe_live(session, header, value):
     """Prove the live tree again after the switch, and give the confirmation its deadline."""
     push = _open(session)
     imports = _imports(session, push, push.found.tree(push.number), header, value) if value else []
-    push.journal = switch.write_journal(push.found, push.journal, state="probed", deadline=time.time() + float(header["confirm_timeout"]))
+    try:
+        push.journal = switch.write_journal(
+            push.found, push.journal, state="probed", deadline=time.time() + float(header["confirm_timeout"])
+        )
+    except OSError as error:
+        if _taken_back(push, "the journal could not be written: %s" % error):
+            raise Failure("reverted", "went back to generation %d: %s" % (push.journal["previous"], error)) from None
+        raise _half_way(error) from None
     return {"_big": imports}
+
+
+def _taken_back(push, reason):
+    """Undo a switch that failed in the middle; tell whether the host is as it was."""
+    try:
+        return _revert(push, reason) == "reverted" and push.found.live() != push.number
+    except OSError:
+        return False
+
+
+def _half_way(error):
+    return Failure("restore-unconfirmed", "the switch failed half-way, and is taken back as soon as the disk allows it: %s" % error)
 
 
 def revert(session, header, _value):
     """Decide that the switch is not kept, and wait until the host's ledger says so."""
     push = _open(session)
-    switch.decide(push.found, push.tx, "reverted", str(header.get("reason", "")))
+    return {"outcome": _revert(push, str(header.get("reason", ""))), "live": push.found.live()}
+
+
+def _revert(push, reason):
+    switch.decide(push.found, push.tx, "reverted", reason)
     deadline = time.monotonic() + 15
     while time.monotonic() < deadline and switch.outcome(push.found, push.tx) is None:
         time.sleep(0.02)
     if switch.outcome(push.found, push.tx) is None:
         switch.settle(push.found, push.python)
-    return {"outcome": switch.outcome(push.found, push.tx), "live": push.found.live()}
+    return switch.outcome(push.found, push.tx)
 
 
 def confirm(session, header, _value):
@@ -319,6 +342,12 @@ def abort(session, header, _value):
     push.keep_incoming = push.keep_incoming and not header.get("everything")
     close(session)
     return {}
+
+
+def give_back(session):
+    """Let a push whose disk is full keep nothing of what it received: a resumed one would only meet that disk again."""
+    if session.push is not None:
+        session.push.keep_incoming = False
 
 
 def close(session):
