@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddtree_deploy import __version__
 from ddtree_deploy.models import PATCHED, UNOWNED
+from ddtree_deploy.plan import travels
 from ddtree_deploy.render import as_json
 from ddtree_deploy.render.plan_views import use_lines
 from ddtree_deploy.render.proof_views import import_lines
@@ -47,6 +48,7 @@ def taken(ui: Ui, taken: Taken) -> None:
             "snapshot": as_json.fields(ref),
             "origins": dict(origins),
             "patched": [entry.path for entry in manifest.files if entry.origin == PATCHED],
+            "unowned": [entry.path for entry in manifest.files if entry.origin == UNOWNED],
             "findings": as_json.plain(manifest.findings),
             "import_failures": as_json.plain(taken.import_failures),
             **{name: getattr(taken, name) for name in ("new_objects", "new_bytes", "hashed_files", "reused_files")},
@@ -56,9 +58,13 @@ def taken(ui: Ui, taken: Taken) -> None:
 
 
 def _patched(say: Any, manifest: Manifest, most: int) -> None:
-    shown, more = some((entry.path for entry in manifest.files if entry.origin == PATCHED), most)
-    for path in shown:
-        say(f"  patched {path}")
+    """Name what somebody did by hand: files that differ from RECORD, and files added to a package that has one."""
+    packages = {package for dist in manifest.distributions for package in dist.packages}
+    lines = [f"patched {entry.path}" for entry in manifest.files if entry.origin == PATCHED]
+    lines += [f"added   {entry.path}" for entry in manifest.files if travels(entry, packages)]
+    shown, more = some(lines, most)
+    for line in shown:
+        say(f"  {line}")
     if more:
         say(f"  … and {more} more (`ddtree-deploy show --files`)")
 
