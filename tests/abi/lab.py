@@ -84,6 +84,9 @@ ctypes.CDLL(os.path.join(sys.argv[1], sys.argv[2]), mode=os.RTLD_NOW)
 """
 
 
+_BUILT: dict[str, bytes] = {}  # what gcc made of the same source, options and libraries before
+
+
 class Env:
     """A site-packages under construction. `ld` is its LD_LIBRARY_PATH."""
 
@@ -129,7 +132,11 @@ class Env:
             script.write_text(versions)
             argv.append(f"-Wl,--version-script={script}")
         argv += [str(link) for link in links] + ["-Wl,--allow-shlib-undefined"]
-        subprocess.run(argv, check=True, capture_output=True, text=True)
+        key = repr((lines, asm, versions, soname, rpath, runpath, [link.read_bytes() for link in links]))
+        if key not in _BUILT:
+            subprocess.run(argv, check=True, capture_output=True, text=True)
+            _BUILT[key] = place.read_bytes()
+        place.write_bytes(_BUILT[key])
         return place
 
     def dist(self, name: str, version: str, files: Sequence[str] = (), requires: Sequence[str] = ()) -> None:

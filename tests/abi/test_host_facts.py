@@ -180,7 +180,7 @@ def pythons() -> list[str]:
     found = [sys.executable]
     for minor in range(9, 15):
         found += [str(path) for path in sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python"))]
-        found += [path for path in [shutil.which(f"python3.{minor}")] if path]
+        found += [path for path in [shutil.which(f"python3.{minor}")] if path and "shims" not in path]
     return list(dict.fromkeys(found))
 
 
