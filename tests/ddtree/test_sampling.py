@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 
 import pytest
 import torch
@@ -42,8 +43,10 @@ Verify = Callable[[TreeBatch, Tensor, Tensor, Tensor], WalkBatch]
 
 def decode_three(toy: Toy, verify: Verify) -> Tensor:
     """Decode three tokens after (0, 1) with trees, `SAMPLES` times; return the counts of all `V^3` outcomes."""
-    # All drafts of the test, by the last two tokens.
+    # All trees of the test, by the last two tokens.
     draft = torch.stack([toy.draft_log_probs([a, b], 3) for a in range(VOCABULARY) for b in range(VOCABULARY)])
+    roots = torch.arange(VOCABULARY).repeat(VOCABULARY)
+    every = build_tree_batch(*sort_log_probs(draft), 7, root_tokens=roots)
     text = torch.zeros(SAMPLES, 2 + TOKENS + 4, dtype=torch.int64)
     text[:, 1] = 1
     length = torch.full((SAMPLES,), 2)
@@ -51,8 +54,8 @@ def decode_three(toy: Toy, verify: Verify) -> Tensor:
     while (todo := (length < 2 + TOKENS).nonzero()[:, 0]).numel():
         last = text[todo, length[todo] - 1]
         before = text[todo, length[todo] - 2]
-        values, ids = sort_log_probs(draft[before * VOCABULARY + last])
-        trees = build_tree_batch(values, ids, 7, root_tokens=last)
+        which = before * VOCABULARY + last
+        trees = TreeBatch(*(getattr(every, field.name)[which] for field in fields(TreeBatch)))
         above = trees.tokens.gather(1, trees.parents.clamp(min=0))
         above[:, 0] = before
         walks = verify(trees, toy.target[above, trees.tokens], seeds[todo], length[todo] - 1)
