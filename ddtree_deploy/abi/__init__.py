@@ -8,7 +8,8 @@ Pure: facts in (`agent.abi_facts.collect` on both hosts), verdict out. How it is
 3. `judge(source, target, names, allow)` gives a `Verdict`: `checks` (models.Check rows for a plan), `ok`, `removed`
    (what must go from the target with it), `solution` (the smallest set when it blocks). `verdict_to_json` carries all
    of it.
-4. `inspect(site)` judges one environment as it stands: `verify --level link`, `doctor`.
+4. Without `--only`: `smallest_set(source, target, roots(source, profile_roots))` says what moves, and why each was added.
+5. `inspect(site)` judges one environment as it stands: `verify --level link`, `doctor`.
 
 The rooms, from the ground up: `model` (facts), `closure` (what the loader would do), `cuda` (tables), `compose` (target
 minus replaced plus moved), `case` (what the rules look at), `rules_*` (K1-K16), `tags` (a summary for people),
@@ -20,7 +21,7 @@ from ddtree_deploy.abi.compose import Composition, Removal, compose
 from ddtree_deploy.abi.judge import Allowance, Verdict, inspect, judge
 from ddtree_deploy.abi.model import Site, load, wanted
 from ddtree_deploy.abi.report import gpu_checks, lines, verdict_from_json, verdict_to_json
-from ddtree_deploy.abi.solver import Solution, Step, smallest_set
+from ddtree_deploy.abi.solver import Solution, Step, roots, smallest_set
 
 __all__ = [
     "Allowance",
@@ -39,6 +40,7 @@ __all__ = [
     "judge",
     "lines",
     "load",
+    "roots",
     "smallest_set",
     "verdict_from_json",
     "verdict_to_json",

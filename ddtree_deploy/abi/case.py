@@ -71,9 +71,7 @@ class Case:
         return site.tree.owner(item.path[len(prefix) :]) if item.path.startswith(prefix) else None
 
 
-def make_case(
-    source: Site, target: Site, moved: Collection[str], before: Closure | None = None, now: Closure | None = None
-) -> Case:
+def make_case(source: Site, target: Site, moved: Collection[str], before: Closure | None = None, now: Closure | None = None) -> Case:
     """Compose and wrap; pass `before` and `now` when they are known already."""
     return Case(source, target, compose(source, target, moved), before or closure(source), now or closure(target))
 
@@ -92,9 +90,7 @@ def resolve(known: Closure, miss: Miss) -> SharedObject | None:
     if miss.kind == VERSION:
         return process.names.get(miss.item.rpartition(" ")[2])
     if miss.kind == SYMBOL:
-        return next(
-            (other for other in (*process.globals, *scope) if other is not item and other.offers(miss.item)), None
-        )
+        return next((other for other in (*process.globals, *scope) if other is not item and other.offers(miss.item)), None)
     return None
 
 

@@ -93,9 +93,7 @@ class Process:
     def __init__(self, site: Site) -> None:
         self.site = site
         root = site.tree.root
-        self.at: dict[str, SharedObject] = {item.path: item for item in site.tree.objects.values()} | dict(
-            site.system.objects
-        )
+        self.at: dict[str, SharedObject] = {item.path: item for item in site.tree.objects.values()} | dict(site.system.objects)
         self.root = root + "/"
         self.names: dict[str, SharedObject] = {}
         self.deps: dict[str, tuple[SharedObject, ...]] = {}
@@ -298,11 +296,7 @@ def _preload(process: Process, items: tuple[tuple[str, str, bool], ...] | list[t
         found = None
         for layout in tree.torch["preload"]["layouts"]:
             directory = f"{tree.root}/" + layout.replace("{folder}", folder).replace("{major}", major)
-            names = [
-                p
-                for p in process.at
-                if p.startswith(directory + "/") and fnmatch.fnmatchcase(p, f"{directory}/{pattern}")
-            ]
+            names = [p for p in process.at if p.startswith(directory + "/") and fnmatch.fnmatchcase(p, f"{directory}/{pattern}")]
             names = sorted(name for name in names if "/" not in name[len(directory) + 1 :])
             if names:
                 found = process.at[names[0]]

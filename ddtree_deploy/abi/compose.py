@@ -46,9 +46,7 @@ def compose(source: Site, target: Site, moved: Collection[str]) -> Composition:
     coming = tuple(dist for dist in source.tree.dists if dist.key in moved)
     names = {dist.key: dist for dist in coming}
     claimed = {path: dist for dist in coming for path in dist.claims}
-    removed = tuple(
-        Removal(dist, *found) for dist in target.tree.dists for found in [_displaced(dist, names, claimed)] if found
-    )
+    removed = tuple(Removal(dist, *found) for dist in target.tree.dists for found in [_displaced(dist, names, claimed)] if found)
     gone = {id(item.dist) for item in removed}
     objects: dict[str, SharedObject] = {}
     origin: dict[str, str] = {}
@@ -65,12 +63,8 @@ def compose(source: Site, target: Site, moved: Collection[str]) -> Composition:
             objects[path] = item.moved_to(f"{target.tree.root}/{path}")
             origin[path] = SOURCE
     kept = tuple(dist for dist in target.tree.dists if id(dist) not in gone)
-    torch = (
-        source.tree.torch if "torch" in names else {} if "torch" in {r.dist.key for r in removed} else target.tree.torch
-    )
-    tree = Tree(
-        target.tree.root, dict(sorted(objects.items())), (*kept, *coming), torch, _rest(source, target, coming, removed)
-    )
+    torch = source.tree.torch if "torch" in names else {} if "torch" in {r.dist.key for r in removed} else target.tree.torch
+    tree = Tree(target.tree.root, dict(sorted(objects.items())), (*kept, *coming), torch, _rest(source, target, coming, removed))
     result = Site(f"{target.name} after the push", tree, target.host, target.system)
     return Composition(result, coming, removed, origin)
 
@@ -104,10 +98,6 @@ def _rest(source: Site, target: Site, coming: tuple[Dist, ...], removed: tuple[R
         return any(f"{name}/__init__.py" in dist.owns or f"{name}/version.py" in dist.owns for dist in dists)
 
     gone = tuple(item.dist for item in removed)
-    versions = {
-        name: version for name, version in (target.tree.raw.get("versions") or {}).items() if not package_of(gone, name)
-    }
-    versions |= {
-        name: version for name, version in (source.tree.raw.get("versions") or {}).items() if package_of(coming, name)
-    }
+    versions = {name: version for name, version in (target.tree.raw.get("versions") or {}).items() if not package_of(gone, name)}
+    versions |= {name: version for name, version in (source.tree.raw.get("versions") or {}).items() if package_of(coming, name)}
     return {**target.tree.raw, "versions": versions}

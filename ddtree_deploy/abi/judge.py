@@ -77,9 +77,7 @@ class Verdict:
         """Return one row per check K1-K16, for a plan and for `diff`."""
         out = []
         for check, title in TITLES.items():
-            items = sorted(
-                (e for e in self.evidence if e.check == check), key=lambda e: ((BLOCK, WARN, NOTE).index(e.level), e)
-            )
+            items = sorted((e for e in self.evidence if e.check == check), key=lambda e: ((BLOCK, WARN, NOTE).index(e.level), e))
             mend = next((e.mend for e in items if e.mend), "")
             out.append(Check(check, self.level(check), title, tuple(e.text for e in items), mend))
         return tuple(out)
@@ -130,9 +128,7 @@ def judge(
     )
 
 
-def _apply(
-    evidence: tuple[Evidence, ...], allow: tuple[Allowance, ...]
-) -> tuple[tuple[Evidence, ...], tuple[tuple[str, str, str], ...]]:
+def _apply(evidence: tuple[Evidence, ...], allow: tuple[Allowance, ...]) -> tuple[tuple[Evidence, ...], tuple[tuple[str, str, str], ...]]:
     """Lower what is allowed to a warning; return the evidence and the allowances that were used."""
     out: list[Evidence] = []
     used: dict[tuple[str, str, str], None] = {}
@@ -140,9 +136,7 @@ def _apply(
         cover = next((rule for rule in allow if item.level == BLOCK and rule.covers(item)), None)
         if cover is not None:
             used[(cover.check, cover.what, cover.reason)] = None
-            item = Evidence(
-                item.check, WARN, item.what, f"{item.text} (allowed: {cover.reason or 'no reason given'})", item.mend
-            )
+            item = Evidence(item.check, WARN, item.what, f"{item.text} (allowed: {cover.reason or 'no reason given'})", item.mend)
         out.append(item)
     return tuple(out), tuple(used)
 
@@ -153,9 +147,7 @@ def inspect(site: Site) -> Verdict:
     What the loader misses is a warning (clean trees have some: MPI, InfiniBand), unless `import torch` itself fails; a
     tree that was merged by hand, mixed CUDA majors, and metadata that lies are blocks.
     """
-    case = Case(
-        site, site, make_case(site, site, (), Closure((), {}, {}), Closure((), {}, {})).composition, *_same(site)
-    )
+    case = Case(site, site, make_case(site, site, (), Closure((), {}, {}), Closure((), {}, {})).composition, *_same(site))
     found: list[Evidence] = []
     torch = set(case.after.torch)
     for miss in sorted(case.after.misses):

@@ -16,9 +16,7 @@ from packaging.utils import canonicalize_name
 
 Json: TypeAlias = Mapping[str, Any]
 # Directories that many distributions share; a file there belongs to nobody but its RECORD.
-COMMON = frozenset(
-    ["nvidia", "cuda", "lib", "lib64", "include", "bin", "share", "tests", "test", "docs", "doc", "examples", "scripts"]
-)
+COMMON = frozenset(["nvidia", "cuda", "lib", "lib64", "include", "bin", "share", "tests", "test", "docs", "doc", "examples", "scripts"])
 
 
 def unpack(names: Any) -> tuple[str, ...]:

@@ -23,10 +23,7 @@ def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
         "ok": verdict.ok,
         "moved": list(verdict.moved),
         "removed": [list(row) for row in verdict.removed],
-        "checks": [
-            {"id": c.id, "level": c.level, "text": c.text, "evidence": list(c.evidence), "mend": c.mend}
-            for c in verdict.checks
-        ],
+        "checks": [{"id": c.id, "level": c.level, "text": c.text, "evidence": list(c.evidence), "mend": c.mend} for c in verdict.checks],
         "evidence": [asdict(item) for item in verdict.evidence],
         "tags": [asdict(row) for row in verdict.tags],
         "allowed": [list(row) for row in verdict.allowed],
@@ -58,9 +55,7 @@ def verdict_from_json(data: Mapping[str, Any]) -> Verdict:
         tuple((row[0], row[1], row[2]) for row in data["allowed"]),
         None
         if solution is None
-        else Solution(
-            tuple(solution["asked"]), tuple(Step(**step) for step in solution["steps"]), tuple(solution["unsolved"])
-        ),
+        else Solution(tuple(solution["asked"]), tuple(Step(**step) for step in solution["steps"]), tuple(solution["unsolved"])),
     )
 
 

@@ -72,9 +72,7 @@ def _double(libraries: dict[str, tuple[str, ...]] | object) -> dict[str, tuple[s
     assert isinstance(libraries, dict)
     out = {}
     for path, held in libraries.items():
-        runtimes = {
-            match.group(1): lib for lib in held for match in [cuda.RUNTIME.match(lib.rsplit("/", 1)[-1])] if match
-        }
+        runtimes = {match.group(1): lib for lib in held for match in [cuda.RUNTIME.match(lib.rsplit("/", 1)[-1])] if match}
         if len(runtimes) > 1:
             out[path] = tuple(sorted(runtimes.values()))
     return out
@@ -105,9 +103,7 @@ def architectures(case: Case) -> Iterator[Evidence]:
         yield Evidence("K4", NOTE, "gpu", f"no GPU answers on {case.target.name}" + (f": {reason}" if reason else ""))
 
 
-def _gaps(
-    case: Case, gpu: Gpu, shown: str, key: str, known: dict[str, tuple[str, ...]], proven: bool
-) -> Iterator[Evidence]:
+def _gaps(case: Case, gpu: Gpu, shown: str, key: str, known: dict[str, tuple[str, ...]], proven: bool) -> Iterator[Evidence]:
     ways = {path: cuda.coverage(archs, gpu.cc) for path, archs in known.items()}
     lacking = sorted(path for path, way in ways.items() if not way)
     if len(lacking) == len(ways):
@@ -161,9 +157,7 @@ def driver(case: Case) -> Iterator[Evidence]:
     torch = f"torch {tree.torch_version}"
     minimum, matched = cuda.MINIMUM_DRIVER.get(needs[0]), cuda.MATCHED_DRIVER.get((needs[0], needs[1]))
     if not have:
-        yield Evidence(
-            "K5", NOTE, "driver", f"no driver answers on {target.name}; {torch} needs {_dotted(minimum or ())} or later"
-        )
+        yield Evidence("K5", NOTE, "driver", f"no driver answers on {target.name}; {torch} needs {_dotted(minimum or ())} or later")
     elif minimum and have < minimum:
         yield Evidence(
             "K5", BLOCK, "driver",

@@ -52,9 +52,7 @@ def filesystem(case: Case, needed_bytes: int = 0) -> Iterator[Evidence]:
 
 def transfer(_case: Case) -> Iterator[Evidence]:
     """The transfer is proved after it happened (K13)."""
-    yield Evidence(
-        "K13", NOTE, "manifest", "size, sha256, mode and link target of every file are checked on the target"
-    )
+    yield Evidence("K13", NOTE, "manifest", "size, sha256, mode and link target of every file are checked on the target")
 
 
 def in_use(case: Case) -> Iterator[Evidence]:
@@ -79,9 +77,7 @@ def environment(case: Case) -> Iterator[Evidence]:
             if path.rsplit("/", 1)[0] == directory and path.rsplit("/", 1)[1] in ours
         )
         if hidden:
-            text = (
-                f"LD_LIBRARY_PATH has `{directory}`, whose `{hidden[0]}` wins over the tree's for a loader with RUNPATH"
-            )
+            text = f"LD_LIBRARY_PATH has `{directory}`, whose `{hidden[0]}` wins over the tree's for a loader with RUNPATH"
             yield Evidence("K15", WARN, directory, text, "unset LD_LIBRARY_PATH for the service")
     if env.get("LD_PRELOAD"):
         yield Evidence("K15", WARN, "LD_PRELOAD", f"LD_PRELOAD is `{env['LD_PRELOAD']}`")
@@ -107,9 +103,7 @@ def environment(case: Case) -> Iterator[Evidence]:
 def jit(case: Case) -> Iterator[Evidence]:
     """Report JIT caches that belong to another environment, and compilers that a JIT would need (K16)."""
     host, tree = case.target.host, case.result.tree
-    changed = tree.torch_version != case.target.tree.torch_version or any(
-        d.key == "triton" for d in case.composition.moved
-    )
+    changed = tree.torch_version != case.target.tree.torch_version or any(d.key == "triton" for d in case.composition.moved)
     yield from stale(case.target, tree.cuda_major, changed)
     if not any(dist.key in JIT_PACKAGES for dist in tree.dists):
         return

@@ -54,9 +54,7 @@ def _evidence(case: Case, check: str, kind: str, misses: list[Miss]) -> Evidence
     mend = ""
     if kind == SYMBOL:
         names = [plain(miss.item) for miss in misses]
-        shown = ", ".join(f"`{name}`" for name in dict.fromkeys(names[:3])) + (
-            f" and {len(names) - 3} more" if len(names) > 3 else ""
-        )
+        shown = ", ".join(f"`{name}`" for name in dict.fromkeys(names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         text = f"{who} needs {shown}"
         what = first.item
         misses = misses[:1]

@@ -32,9 +32,7 @@ def python(case: Case) -> Iterator[Evidence]:
             yield Evidence("K7", WARN, "python", f"the interpreter of {case.target.name} did not answer: {reason}")
         return
     if bool(ours.get("python", "free_threaded")) != bool(theirs.get("python", "free_threaded")) and ours.raw:
-        yield Evidence(
-            "K7", BLOCK, "python", "one interpreter is free-threaded, the other is not; extension modules differ"
-        )
+        yield Evidence("K7", BLOCK, "python", "one interpreter is free-threaded, the other is not; extension modules differ")
     for dist in case.composition.moved:
         stems: dict[str, set[str]] = {}
         for path in dist.owns & case.result.tree.objects.keys():
@@ -43,11 +41,7 @@ def python(case: Case) -> Iterator[Evidence]:
                 stems.setdefault(path[: match.start()], set()).add(f"cp{match.group(1)}")
             elif path.endswith(".abi3.so"):
                 stems.setdefault(path[: -len(".abi3.so")], set()).add(tag)
-        lost = sorted(
-            stem
-            for stem, tags in stems.items()
-            if tag not in tags and (ours.python_tag in tags or ours.python_tag is None)
-        )
+        lost = sorted(stem for stem, tags in stems.items() if tag not in tags and (ours.python_tag in tags or ours.python_tag is None))
         if lost:
             have = " ".join(sorted(stems[lost[0]]))
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
@@ -57,9 +51,7 @@ def python(case: Case) -> Iterator[Evidence]:
                 f"make a venv of Python {have[2:3]}.{have[3:]} on the target (`push --create`)",
             )  # fmt: skip
     if ours.python_tag and ours.python_tag != tag:
-        yield Evidence(
-            "K7", WARN, "python", f"{case.source.name} runs {ours.python_tag}, {case.target.name} runs {tag}"
-        )
+        yield Evidence("K7", WARN, "python", f"{case.source.name} runs {ours.python_tag}, {case.target.name} runs {tag}")
 
 
 # --- K8 -------------------------------------------------------------------------------------------------------------
@@ -85,9 +77,7 @@ def record(case: Case) -> Iterator[Evidence]:
 def incomplete(dist: Dist, where: str, level: str) -> Iterator[Evidence]:
     """Report a distribution without RECORD, or whose RECORD names files that are absent; shared objects weigh most."""
     if not dist.raw.get("record", True):
-        yield Evidence(
-            "K8", WARN, dist.key, f"{dist.shown} on {where} has no RECORD: its files can not be told from others'"
-        )
+        yield Evidence("K8", WARN, dist.key, f"{dist.shown} on {where} has no RECORD: its files can not be told from others'")
     count, examples = dist.sample("missing")
     if count:
         code = ".so" in examples[0] or examples[0].endswith(".py")
@@ -131,9 +121,7 @@ def unmet(site: Site) -> frozenset[Unmet]:
             if found is None or not _satisfies(found.version, wanted):
                 exact = any(spec.operator in ("==", "===") for spec in wanted.specifier)
                 shown = f"{wanted.name}{wanted.specifier}"
-                out.add(
-                    Unmet(dist.key, shown, str(canonicalize_name(wanted.name)), found.version if found else "", exact)
-                )
+                out.add(Unmet(dist.key, shown, str(canonicalize_name(wanted.name)), found.version if found else "", exact))
                 continue
             more = [(found, name) for name in wanted.extras if (found, name) not in asked]
             asked.update(more)
@@ -184,23 +172,14 @@ def metadata(case: Case) -> Iterator[Evidence]:
         have = f"has {item.have}" if item.have else "lacks it"
         level = BLOCK if item.dist in moved or item.exact else WARN
         untouched = "" if item.dist in moved else ", which is not moved,"
-        yield Evidence(
-            "K9", level, item.name, f"{dist.shown}{untouched} requires {item.requirement}; the result {have}"
-        )
+        yield Evidence("K9", level, item.name, f"{dist.shown}{untouched} requires {item.requirement}; the result {have}")
     yield from disagreements(case.result, known=disagreements(case.source), also=disagreements(case.target))
     for name, partner in PAIRS:
-        if (
-            name in here
-            and partner in here
-            and here[name].version != here[partner].version
-            and (name in moved or partner in moved)
-        ):
+        if name in here and partner in here and here[name].version != here[partner].version and (name in moved or partner in moved):
             yield Evidence("K9", BLOCK, name, f"{here[name].shown} must have the version of {here[partner].shown}")
 
 
-def disagreements(
-    site: Site, known: Iterator[Evidence] | tuple[()] = (), also: Iterator[Evidence] | tuple[()] = ()
-) -> Iterator[Evidence]:
+def disagreements(site: Site, known: Iterator[Evidence] | tuple[()] = (), also: Iterator[Evidence] | tuple[()] = ()) -> Iterator[Evidence]:
     """Report doubled dist-infos, and packages whose code names another version than their metadata (K9)."""
     accepted = {(item.what, item.text) for items in (known, also) for item in items}
     seen: dict[str, Dist] = {}
@@ -210,19 +189,13 @@ def disagreements(
             text = f"{dist.name} has two dist-infos: `{seen[dist.key].directory}` and `{dist.directory}`"
             found.append(Evidence("K9", BLOCK, dist.key, text, "remove the one that does not match the code"))
         elif dist.raw.get("metadata") is False:
-            found.append(
-                Evidence("K9", WARN, dist.key, f"`{dist.directory}` has no METADATA: left by an interrupted install")
-            )
+            found.append(Evidence("K9", WARN, dist.key, f"`{dist.directory}` has no METADATA: left by an interrupted install"))
         seen[dist.key] = dist
     for package, code in (site.tree.raw.get("versions") or {}).items():
         owner = next((d for d in site.tree.dists if f"{package}/__init__.py" in d.owns), None)
         if owner is not None and _public(owner.version) != _public(code):
             text = f"the metadata says {owner.shown}, the code in `{package}` says {code}"
-            found.append(
-                Evidence(
-                    "K9", BLOCK, owner.key, text, "the package was overwritten by hand; push the whole distribution"
-                )
-            )
+            found.append(Evidence("K9", BLOCK, owner.key, text, "the package was overwritten by hand; push the whole distribution"))
     for item in found:
         if (item.what, item.text) in accepted:
             yield Evidence(item.check, WARN, item.what, item.text, item.mend)
@@ -244,12 +217,8 @@ def paths(case: Case) -> Iterator[Evidence]:
     """Report what points out of the tree: editable installs, `.pth` lines, links (K10)."""
     for dist in case.composition.moved:
         if dist.raw.get("editable"):
-            text = (
-                f"{dist.shown} is installed in editable mode from `{dist.raw['editable']}`: its code is not in the tree"
-            )
-            yield Evidence(
-                "K10", BLOCK, dist.key, text, f"install it properly on {case.source.name} and snapshot again"
-            )
+            text = f"{dist.shown} is installed in editable mode from `{dist.raw['editable']}`: its code is not in the tree"
+            yield Evidence("K10", BLOCK, dist.key, text, f"install it properly on {case.source.name} and snapshot again")
     moved = frozenset().union(*(dist.owns for dist in case.composition.moved))
     for name, lines, _code in case.source.tree.raw.get("pth") or ():
         outside = [line for line in lines if line.startswith("/") and not line.startswith(case.source.tree.root)]
@@ -271,13 +240,9 @@ def paths(case: Case) -> Iterator[Evidence]:
 
 def merged(site: Site) -> Iterator[Evidence]:
     """Recognise a tree that was laid over another by hand: resized files and strangers by the hundred (K8)."""
-    resized = [
-        (count, dist, examples) for dist in site.tree.dists for count, examples in [dist.sample("resized")] if count
-    ]
+    resized = [(count, dist, examples) for dist in site.tree.dists for count, examples in [dist.sample("resized")] if count]
     total = sum(count for count, _dist, _examples in resized)
-    overwritten = [
-        (count, dist, examples) for count, dist, examples in resized if any(".so" in path for path in examples)
-    ]
+    overwritten = [(count, dist, examples) for count, dist, examples in resized if any(".so" in path for path in examples)]
     if overwritten and total > 20:
         names = ", ".join(dist.shown for _count, dist, _examples in sorted(overwritten, key=lambda row: -row[0])[:4])
         strangers = (site.tree.raw.get("unowned") or {}).get("count", 0)

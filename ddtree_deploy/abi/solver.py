@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Collection
 from dataclasses import dataclass
+
+from packaging.utils import canonicalize_name
 
 from ddtree_deploy.abi.case import BLOCK, Case, make_case, plain
 from ddtree_deploy.abi.closure import LIBRARY, SYMBOL, Closure, Miss, closure
@@ -61,6 +64,22 @@ class Solution:
         return f"ddtree-deploy push {target} --only {','.join(self.names)}"
 
 
+def roots(source: Site, names: Collection[str]) -> tuple[str, ...]:
+    """Return the keys of the source's distributions that `names` mean: by name, import package, or a pattern of names.
+
+    Names that mean nothing are left out: a profile lists what a snapshot may hold.
+    """
+    wanted = {str(canonicalize_name(name)) for name in names}
+    packages = {f"{name}/__init__.py" for name in names}
+    return tuple(
+        sorted(
+            dist.key
+            for dist in source.tree.dists
+            if any(fnmatch.fnmatchcase(dist.key, pattern) for pattern in wanted) or packages & dist.owns
+        )
+    )
+
+
 def smallest_set(source: Site, target: Site, asked: Collection[str]) -> Solution:
     """Return the smallest superset of `asked` that leaves nothing newly unresolved on `target`."""
     return solve(source, target, asked, closure(source), closure(target))
@@ -89,9 +108,7 @@ def solve(source: Site, target: Site, asked: Collection[str], before: Closure, n
     return Solution(tuple(sorted(start)), tuple(steps.values()), unsolved)
 
 
-def _prune(
-    source: Site, target: Site, start: frozenset[str], steps: dict[str, Step], before: Closure, now: Closure
-) -> dict[str, Step]:
+def _prune(source: Site, target: Site, start: frozenset[str], steps: dict[str, Step], before: Closure, now: Closure) -> dict[str, Step]:
     """Drop additions that later ones made superfluous; requirements of what stays are never superfluous."""
     whole = _forced(make_case(source, target, start | steps.keys(), before, now))[1]
     for name in reversed(list(steps)):
@@ -121,13 +138,9 @@ def _forced(case: Case) -> tuple[list[Step], tuple[str, ...]]:
         if item.dist in moved and provider is not None and item.name not in moved:
             steps.append(Step(provider.key, provider.version, item.dist, f"requires {item.requirement}"))
         elif item.dist not in moved and item.exact and asker is not None:
-            steps.append(
-                Step(asker.key, asker.version, item.name, f"changes, and {item.dist} requires {item.requirement}")
-            )
+            steps.append(Step(asker.key, asker.version, item.name, f"changes, and {item.dist} requires {item.requirement}"))
         elif item.dist in moved or item.exact:
-            unsolved.append(
-                f"{item.dist} requires {item.requirement}, and {case.source.name} has nothing that satisfies it"
-            )
+            unsolved.append(f"{item.dist} requires {item.requirement}, and {case.source.name} has nothing that satisfies it")
     for path, (level, _text) in mixed(case.result).items():
         # A library of the other CUDA that stayed: the source's build of the same library takes its place.
         stays = case.composition.dist(path)
@@ -141,9 +154,7 @@ def _forced(case: Case) -> tuple[list[Step], tuple[str, ...]]:
             and sibling.key not in moved
             and "torch" in moved
         ):
-            steps.append(
-                Step(sibling.key, sibling.version, "torch", f"is CUDA {case.result.tree.cuda}, {stays.shown} is not")
-            )
+            steps.append(Step(sibling.key, sibling.version, "torch", f"is CUDA {case.result.tree.cuda}, {stays.shown} is not"))
     return steps, tuple(dict.fromkeys(unsolved))
 
 
@@ -166,11 +177,7 @@ def _mend(case: Case, miss: Miss) -> Step | None:
     removal = next((item for item in case.composition.removed if item.dist is lost), None)
     if removal is None:
         return Step(instead.key, instead.version, name, f"would no longer find {what}")
-    replaced = (
-        f"replaces {removal.dist.shown}"
-        if removal.by != removal.dist.key
-        else f"replaces version {removal.dist.version}"
-    )
+    replaced = f"replaces {removal.dist.shown}" if removal.by != removal.dist.key else f"replaces version {removal.dist.version}"
     return Step(instead.key, instead.version, removal.by, f"{replaced}, which gives {name} {what}")
 
 

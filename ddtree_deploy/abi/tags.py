@@ -51,11 +51,7 @@ def properties(site: Site) -> dict[str, tuple[str, ...]]:
     floors: dict[str, list[tuple[int, ...]]] = {}
     provided = {item.soname or item.name for item in tree.objects.values()}
     for path, item in tree.objects.items():
-        kind = (
-            kind_of(site, path)
-            if any(TORCH_LIBRARY.match(name) for name in item.needed) and not path.startswith("torch/")
-            else ""
-        )
+        kind = kind_of(site, path) if any(TORCH_LIBRARY.match(name) for name in item.needed) and not path.startswith("torch/") else ""
         if kind:
             add("ddtree :: torch_abi", kind)
         if path == "torch/lib/libc10.so":

@@ -114,14 +114,8 @@ class Env:
         work.mkdir(parents=True, exist_ok=True)
         source = work / "code.c"
         lines = [f'extern int u{i}(void) __asm__("{name}");' for i, name in enumerate(uses)]
-        lines += [
-            f'int d{i}(void) __asm__("{name}");\nint d{i}(void) {{ return {i}; }}' for i, name in enumerate(defines)
-        ]
-        lines += [
-            "int used(void);\nint used(void) { return "
-            + " + ".join(["0", *(f"u{i}()" for i in range(len(uses)))])
-            + "; }"
-        ]
+        lines += [f'int d{i}(void) __asm__("{name}");\nint d{i}(void) {{ return {i}; }}' for i, name in enumerate(defines)]
+        lines += ["int used(void);\nint used(void) { return " + " + ".join(["0", *(f"u{i}()" for i in range(len(uses)))]) + "; }"]
         source.write_text("\n".join([*lines, asm]) + "\n")
         argv = ["gcc", "-shared", "-fPIC", "-O1", "-nostartfiles", "-o", str(place), str(source), "-Wl,--no-as-needed"]
         argv += [f"-Wl,-soname,{soname}"] if soname else []

@@ -77,17 +77,12 @@ def by_pyelftools(path: Path) -> dict[str, Any]:
                 out["runpath"] = tag.runpath.split(":")
         need = image.get_section_by_name(".gnu.version_r")
         out["verneed"] = (
-            {
-                v.name: [aux.name for aux in auxiliaries if not aux.entry.vna_flags & 2]
-                for v, auxiliaries in need.iter_versions()
-            }
+            {v.name: [aux.name for aux in auxiliaries if not aux.entry.vna_flags & 2] for v, auxiliaries in need.iter_versions()}
             if isinstance(need, GNUVerNeedSection)
             else {}
         )
         defined = image.get_section_by_name(".gnu.version_d")
-        out["verdef"] = (
-            [next(aux).name for v, aux in defined.iter_versions() if not v.entry.vd_flags & 1] if defined else []
-        )
+        out["verdef"] = [next(aux).name for v, aux in defined.iter_versions() if not v.entry.vd_flags & 1] if defined else []
         for symbol in image.get_section_by_name(".dynsym").iter_symbols():
             bind, visible = symbol.entry.st_info.bind, symbol.entry.st_other.visibility
             if bind not in ("STB_GLOBAL", "STB_WEAK", "STB_LOOS") or not symbol.name:
@@ -132,9 +127,7 @@ def test_versions_default_and_hidden(tmp_path: Path) -> None:
 @needs_gcc
 @pytest.mark.parametrize("header", [64, 80, 104, 112])
 def test_architectures_of_hand_made_gpu_code(tmp_path: Path, header: int) -> None:
-    section = (
-        container(["sm_80", "sm_90a"], header) + b"\0" * 40 + container(["sm_100f", "compute_120", "sm_120a"], header)
-    )
+    section = container(["sm_80", "sm_90a"], header) + b"\0" * 40 + container(["sm_100f", "compute_120", "sm_120a"], header)
     path = shared_object(tmp_path / "k.so", section)
     facts = elf.read(str(path))
     assert facts["archs"] == ["sm_80", "sm_90a", "sm_100f", "sm_120a", "compute_120"]
@@ -156,9 +149,7 @@ def test_only_what_was_device_linked_counts(tmp_path: Path) -> None:
 
 
 @needs_gcc
-@pytest.mark.parametrize(
-    "section", [b"\1" * 64, container(["sm_80"])[:40], container([])], ids=["noise", "cut", "empty"]
-)
+@pytest.mark.parametrize("section", [b"\1" * 64, container(["sm_80"])[:40], container([])], ids=["noise", "cut", "empty"])
 def test_unreadable_gpu_code_is_unknown_not_absent(tmp_path: Path, section: bytes) -> None:
     facts = elf.read(str(shared_object(tmp_path / "k.so", section)))
     assert facts["archs"] is None
@@ -200,16 +191,12 @@ def victims(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
 
 def is_an_answer(facts: dict[str, Any]) -> bool:
     lists = ("needed", "rpath", "runpath", "defines", "undefined", "weak", "verdef", "problems")
-    return all(isinstance(facts[key], list) for key in lists) and (
-        facts["archs"] is None or isinstance(facts["archs"], list)
-    )
+    return all(isinstance(facts[key], list) for key in lists) and (facts["archs"] is None or isinstance(facts["archs"], list))
 
 
 @settings(max_examples=400, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_mutated_files_give_an_answer(
-    victims: list[bytes], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_mutated_files_give_an_answer(victims: list[bytes], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Flipped bytes, overwritten words, cuts and zeroed tails: findings or facts, never an exception, never a hang."""
     content = bytearray(data.draw(st.sampled_from(victims)))
     for _ in range(data.draw(st.integers(1, 8))):
@@ -228,9 +215,7 @@ def test_mutated_files_give_an_answer(
 
 @settings(max_examples=150, deadline=2000)
 @given(section=st.lists(PIECES, max_size=6).map(b"".join), data=st.data())
-def test_any_bytes_in_a_gpu_section_give_an_answer(
-    tmp_path_factory: pytest.TempPathFactory, section: bytes, data: st.DataObject
-) -> None:
+def test_any_bytes_in_a_gpu_section_give_an_answer(tmp_path_factory: pytest.TempPathFactory, section: bytes, data: st.DataObject) -> None:
     content = bytearray(section)
     for _ in range(data.draw(st.integers(0, 4)) if content else 0):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
@@ -245,9 +230,7 @@ def test_any_bytes_in_a_gpu_section_give_an_answer(
 
 
 @settings(max_examples=100, deadline=2000)
-@given(
-    content=st.one_of(st.binary(max_size=200), st.binary(max_size=200).map(lambda tail: b"\x7fELF\x02\x01\x01" + tail))
-)
+@given(content=st.one_of(st.binary(max_size=200), st.binary(max_size=200).map(lambda tail: b"\x7fELF\x02\x01\x01" + tail)))
 def test_any_bytes_give_an_answer(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any.so"
     path.write_bytes(content)

@@ -40,9 +40,7 @@ def test_every_gpu_is_tried_and_death_is_a_failure(tmp_path: Path) -> None:
     answer = gpu_probe.probe(str(tmp_path), sys.executable, {"CUDA_VISIBLE_DEVICES": ""})
     matmul = {row["gpu"]: row for row in answer["rows"] if row["op"] == "torch matmul"}
     assert "no kernel image" in matmul[0]["error"] and matmul[1]["error"] == "died of SIGSEGV"
-    assert {row["skipped"] for row in answer["rows"] if row["op"].startswith("sgl_kernel")} == {
-        "there is no sgl_kernel in this tree"
-    }
+    assert {row["skipped"] for row in answer["rows"] if row["op"].startswith("sgl_kernel")} == {"there is no sgl_kernel in this tree"}
     checks = abi.gpu_checks(answer)
     assert [check.level for check in checks] == ["block", "block", "ok"]
     assert checks[0].evidence[1] == "GPU 1 (NVIDIA RTX PRO 6000): died of SIGSEGV"

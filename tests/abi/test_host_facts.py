@@ -147,9 +147,7 @@ def test_a_best_effort_call_makes_every_item_optional(tmp_path: Path) -> None:
     assert {item[2] for item in found["on_error"]} == {True, False}  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    "text", ["", "def broken(:\n", "x = 1\n", TORCH_INIT.replace("_load_global_deps", "_start_up")]
-)
+@pytest.mark.parametrize("text", ["", "def broken(:\n", "x = 1\n", TORCH_INIT.replace("_load_global_deps", "_start_up")])
 def test_what_is_not_recognised_is_none(tmp_path: Path, text: str) -> None:
     assert preload_of(tmp_path, text) is None
 
@@ -197,15 +195,11 @@ print(json.dumps([facts, foreign]))
 
 @pytest.mark.parametrize("python", pythons(), ids=lambda path: path.replace(str(Path.home()), "~"))
 def test_facts_are_gathered_with_the_standard_library_alone(python: str, tmp_path: Path) -> None:
-    probe = subprocess.run(
-        [python, "-c", "import sys; print(sys.version_info >= (3, 9))"], capture_output=True, text=True, check=False
-    )
+    probe = subprocess.run([python, "-c", "import sys; print(sys.version_info >= (3, 9))"], capture_output=True, text=True, check=False)
     if probe.stdout.strip() != "True":
         pytest.skip(f"{python} does not run, or is older than 3.9")
     (tmp_path / "pkg").mkdir()
-    (tmp_path / "pkg/libm.so").symlink_to(
-        next(p for p in Path("/").glob("*lib*/x86_64-linux-gnu/libm.so.6") if p.exists())
-    )
+    (tmp_path / "pkg/libm.so").symlink_to(next(p for p in Path("/").glob("*lib*/x86_64-linux-gnu/libm.so.6") if p.exists()))
     shutil.copy(os.path.realpath(sys.executable), tmp_path / "pkg/tool.so")
     argv = [python, "-I", "-S", "-B", "-c", GATHER, str(REPO), str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120)

@@ -82,6 +82,14 @@ def test_the_accident_is_refused_and_the_smallest_set_works(env: MakeEnv) -> Non
     assert [item.text for item in abi.inspect(old.site("ct200")).blocks] == []
 
 
+def test_roots_are_named_by_distribution_package_or_pattern(env: MakeEnv) -> None:
+    """A profile says `sgl_kernel`; the distribution that owns it may be called otherwise."""
+    source = new_host(env).site("ct129")
+    assert abi.roots(source, ["sglang", "torch", "triton", "sgl_kernel"]) == ("sglang", "sglang-kernel", "torch")
+    assert abi.roots(source, ["nvidia*"]) == ("nvidia-cublas", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime")
+    assert abi.roots(source, ["vllm"]) == ()
+
+
 def test_every_member_of_the_set_is_needed(env: MakeEnv) -> None:
     """Drop any one of what the solver added, and the verdict blocks again."""
     old, new = old_host(env), new_host(env)
@@ -134,9 +142,8 @@ def test_a_merged_tree_is_recognised(env: MakeEnv) -> None:
     verdict = abi.inspect(old.site("ct200"))
     assert not verdict.ok
     assert "the metadata says torch 2.9.1, the code in `torch` says 2.11.0+cu130" in text_of(verdict, "K9")
-    assert (
-        "`nvidia/cuda_nvrtc/lib/libnvrtc.so.12` of nvidia-cuda-nvrtc-cu12 12.0.1 is CUDA 12 beside torch 2.11.0+cu130"
-        in text_of(verdict, "K2")
+    assert "`nvidia/cuda_nvrtc/lib/libnvrtc.so.12` of nvidia-cuda-nvrtc-cu12 12.0.1 is CUDA 12 beside torch 2.11.0+cu130" in text_of(
+        verdict, "K2"
     )
     assert verdict.level("K2") == "block"
     assert "libnvrtc.so.13" in old.loads("sgl_kernel/common_ops.abi3.so")
@@ -221,9 +228,7 @@ def test_a_damaged_file_does_not_travel(env: MakeEnv, damage: str) -> None:
 
 def test_a_verdict_survives_json(env: MakeEnv) -> None:
     old, new = old_host(env), new_host(env)
-    verdict = abi.judge(
-        new.site("ct129"), old.site("ct200", [new]), ["sglang"], [abi.Allowance.parse("K9:torch", "known")]
-    )
+    verdict = abi.judge(new.site("ct129"), old.site("ct200", [new]), ["sglang"], [abi.Allowance.parse("K9:torch", "known")])
     data = abi.verdict_to_json(verdict)
     assert abi.verdict_from_json(json.loads(json.dumps(data))) == verdict
     assert data["solution"]["command"].startswith("ddtree-deploy push ct200 --only ")
