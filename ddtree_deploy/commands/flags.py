@@ -40,9 +40,7 @@ def complete_snapshot(incomplete: str) -> list[str]:
 
 Target = Annotated[
     str,
-    typer.Argument(
-        metavar="HOST", help="`local`, a host of ddtree.toml, or an ssh alias.", autocompletion=complete_host
-    ),
+    typer.Argument(metavar="HOST", help="`local`, a host of ddtree.toml, or an ssh alias.", autocompletion=complete_host),
 ]
 OptionalTarget = Annotated[
     str,
@@ -78,9 +76,7 @@ AcceptNewHostKey = Annotated[
         rich_help_panel=HOST,
     ),
 ]
-DryRun = Annotated[
-    bool, typer.Option("-n", "--dry-run", help="Show what would be done; write nothing.", rich_help_panel=SAFETY)
-]
+DryRun = Annotated[bool, typer.Option("-n", "--dry-run", help="Show what would be done; write nothing.", rich_help_panel=SAFETY)]
 Yes = Annotated[bool, typer.Option("-y", "--yes", envvar="DDTREE_YES", help="Do not ask.", rich_help_panel=SAFETY)]
 Snapshot = Annotated[
     str | None,

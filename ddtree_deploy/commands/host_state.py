@@ -43,16 +43,10 @@ def register(app: typer.Typer) -> None:
         rich_markup_mode=mode,
     )
     command(generations, "ls", examples=("generations ct200", "generations ls ct200 --json"))(generations_ls)
-    command(generations, "prune", examples=("generations prune ct200 -n", "generations prune ct200 --keep 2 -y"))(
-        generations_prune
-    )
-    command(generations, "release", examples=("generations release ct200 -n", "generations release ct200 -y"))(
-        generations_release
-    )
+    command(generations, "prune", examples=("generations prune ct200 -n", "generations prune ct200 --keep 2 -y"))(generations_prune)
+    command(generations, "release", examples=("generations release ct200 -n", "generations release ct200 -y"))(generations_release)
     app.add_typer(generations, name="generations", rich_help_panel=PANEL)
-    lock = typer.Typer(
-        cls=_group("status"), help="Who works on a host now.", no_args_is_help=True, rich_markup_mode=mode
-    )
+    lock = typer.Typer(cls=_group("status"), help="Who works on a host now.", no_args_is_help=True, rich_markup_mode=mode)
     command(lock, "status", examples=("lock status ct200", "lock status ct200 --json"))(lock_status)
     app.add_typer(lock, name="lock", rich_help_panel=PANEL)
     command(app, "audit", panel=PANEL, examples=("audit ct200", "audit ct200 --limit 200 --json"))(audit)
@@ -100,9 +94,7 @@ def rollback(
         return views.approve_rollback(ui, name, plan, yes)
 
     where = flags.host(name, venv, transport, accept_new_host_key)
-    views.rolled_back(
-        ui, run(where, generation, approve=approve, dry_run=dry_run, verify=verify, emit=ui.emit), dry_run
-    )
+    views.rolled_back(ui, run(where, generation, approve=approve, dry_run=dry_run, verify=verify, emit=ui.emit), dry_run)
 
 
 def generations_ls(
@@ -125,9 +117,7 @@ def generations_prune(
     venv: flags.Venv = None,
     transport: flags.Transport = None,
     accept_new_host_key: flags.AcceptNewHostKey = False,
-    keep: Annotated[
-        int | None, typer.Option("--keep", metavar="N", min=1, help="How many to keep (keep_generations, 3).")
-    ] = None,
+    keep: Annotated[int | None, typer.Option("--keep", metavar="N", min=1, help="How many to keep (keep_generations, 3).")] = None,
     dry_run: flags.DryRun = False,
     yes: flags.Yes = False,
 ) -> None:

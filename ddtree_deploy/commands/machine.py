@@ -24,9 +24,7 @@ def register(app: typer.Typer) -> None:
 
 def demo(
     ui: Ui,
-    keep: Annotated[
-        Path | None, typer.Option("--keep", metavar="DIR", help="Work there and leave it; else a temporary directory.")
-    ] = None,
+    keep: Annotated[Path | None, typer.Option("--keep", metavar="DIR", help="Work there and leave it; else a temporary directory.")] = None,
 ) -> None:
     """Play the main job on this machine, start to end.
 
@@ -46,9 +44,7 @@ def doctor(
     ui: Ui,
     name: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[HOST]", help="Also look at this host.", autocompletion=flags.complete_host, show_default=False
-        ),
+        typer.Argument(metavar="[HOST]", help="Also look at this host.", autocompletion=flags.complete_host, show_default=False),
     ] = None,
     venv: flags.Venv = None,
     transport: flags.Transport = None,
@@ -81,9 +77,7 @@ def hosts(ui: Ui) -> None:
     views.hosts(ui, config, known_names(config))
 
 
-def config(
-    ui: Ui, example: Annotated[bool, typer.Option("--example", help="Print an annotated ddtree.toml.")] = False
-) -> None:
+def config(ui: Ui, example: Annotated[bool, typer.Option("--example", help="Print an annotated ddtree.toml.")] = False) -> None:
     """Show every setting and where it comes from."""
     from ddtree_deploy import config as configuration
     from ddtree_deploy.render import views

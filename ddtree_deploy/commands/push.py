@@ -83,9 +83,7 @@ def push(
         ),
     ] = True,
     files: flags.Files = False,
-    create: Annotated[
-        bool, typer.Option("--create", help="Make the venv if it is missing.", rich_help_panel=flags.HOST)
-    ] = False,
+    create: Annotated[bool, typer.Option("--create", help="Make the venv if it is missing.", rich_help_panel=flags.HOST)] = False,
     base: Annotated[
         str,
         typer.Option("--base", metavar="VENV", help="With --create: take over this venv.", rich_help_panel=flags.HOST),
@@ -102,18 +100,14 @@ def push(
     ] = None,
     rollback: Annotated[
         bool,
-        typer.Option(
-            "--rollback/--no-rollback", help="Go back when a proof fails after the switch.", rich_help_panel=SWITCH
-        ),
+        typer.Option("--rollback/--no-rollback", help="Go back when a proof fails after the switch.", rich_help_panel=SWITCH),
     ] = True,
     probe_timeout: Annotated[
         float, typer.Option("--probe-timeout", metavar="SECS", min=1, help="For one import.", rich_help_panel=SWITCH)
     ] = 120.0,
     lock_wait: Annotated[
         float,
-        typer.Option(
-            "--lock-wait", metavar="SECS", min=0, help="Wait for another run there.", rich_help_panel=flags.HOST
-        ),
+        typer.Option("--lock-wait", metavar="SECS", min=0, help="Wait for another run there.", rich_help_panel=flags.HOST),
     ] = 0.0,
     accept_gap: Annotated[
         bool,
@@ -191,22 +185,24 @@ def _push_all(
     yes: bool,
     files: bool,
 ) -> int:
-    """Push to the first host alone, then to the others `jobs` at a time; return the first failure's exit code."""
+    """Push to the first host alone, then to the others `jobs` at a time; raise what the first failure was."""
     from ddtree_deploy.errors import DeployError
     from ddtree_deploy.render import views
     from ddtree_deploy.transfer import push as push_one
 
     approve = _approval(ui, yes, files, threading.Lock())
-    failures: list[DeployError] = []
+    failures: list[tuple[str, DeployError]] = []
     pushed: list[Pushed] = []
 
     def one(where: Host) -> None:
         try:
             done = push_one(where, store, identity, options, approve=approve, emit=ui.emit)
-        except DeployError as problem:
+        except Exception as caught:
             if len(hosts) == 1:
                 raise
-            failures.append(problem)
+            bug = DeployError(f"internal error at `{where.name}`: {type(caught).__name__}: {caught}")
+            problem = caught if isinstance(caught, DeployError) else bug
+            failures.append((where.name, problem))
             ui.error(problem)
         else:
             pushed.append(done)
@@ -214,17 +210,38 @@ def _push_all(
 
     one(hosts[0])
     if len(hosts) > 1 and (keep_going or not failures):
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(lambda where: one(where) if keep_going or not failures else None, hosts[1:]))
+        _in_parallel(jobs, hosts[1:], one, lambda: bool(failures) and not keep_going)
     untouched = len(hosts) - len(pushed) - len(failures)
-    if untouched:
-        ui.warn(f"{untouched} of {len(hosts)} hosts not touched, after the failure of another (see --keep-going)")
     if failures:
-        return failures[0].exit_code
+        names = ", ".join(f"`{name}`" for name, _problem in failures)
+        rest = f", {untouched} not touched" if untouched else ""
+        worst = failures[0][1]
+        raise type(worst)(f"{len(failures)} of {len(hosts)} hosts failed: {names}{rest}", mend=worst.mend)
     ui.result(pushed=pushed)
     return 0
+
+
+def _in_parallel(jobs: int, hosts: list[Host], work: Callable[[Host], None], stop: Callable[[], bool]) -> None:
+    """Do `work` for each host, `jobs` at a time, until `stop()`.
+
+    The threads are daemons: after Ctrl-C this process ends at once, and each agent takes the end of its input for what
+    it is. A pool would wait for the work that was to be stopped.
+    """
+    left, lock = iter(hosts), threading.Lock()
+
+    def loop() -> None:
+        while not stop():
+            with lock:
+                where = next(left, None)
+            if where is None:
+                return
+            work(where)
+
+    threads = [threading.Thread(target=loop, daemon=True) for _ in range(min(jobs, len(hosts)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def verify(

@@ -30,9 +30,7 @@ Verbose = Annotated[
         help="Name the steps; -vv: also messages.",
     ),
 ]
-Color = Annotated[
-    Literal["auto", "always", "never"], typer.Option("--color", help="When to use colours.", rich_help_panel=PANEL)
-]
+Color = Annotated[Literal["auto", "always", "never"], typer.Option("--color", help="When to use colours.", rich_help_panel=PANEL)]
 NoProgress = Annotated[
     bool,
     typer.Option("--no-progress", envvar="DDTREE_NO_PROGRESS", help="Show no progress.", rich_help_panel=PANEL),

@@ -31,9 +31,7 @@ def register(app: typer.Typer) -> None:
     command(cache, "ls", examples=("cache ls", "cache ls --json"))(ls)
     command(cache, "verify", examples=("cache verify", "cache verify --json"))(cache_verify)
     command(cache, "prune", examples=("cache prune -n", "cache prune --keep 3 -y"))(cache_prune)
-    command(
-        cache, "forget", examples=("cache forget old-one -n", "cache forget 3f9a1c2 -y && ddtree-deploy cache prune -y")
-    )(cache_forget)
+    command(cache, "forget", examples=("cache forget old-one -n", "cache forget 3f9a1c2 -y && ddtree-deploy cache prune -y"))(cache_forget)
     command(cache, "dir", examples=("cache dir", 'du -sh "$(ddtree-deploy cache dir)"'))(cache_dir)
     command(cache, "size", examples=("cache size", "cache size --json"))(cache_size)
     app.add_typer(cache, rich_help_panel=PANEL)
@@ -46,12 +44,8 @@ def snapshot(
     transport: flags.Transport = None,
     accept_new_host_key: flags.AcceptNewHostKey = False,
     label: Annotated[str, typer.Option("--label", metavar="NAME", help="A name for it.")] = "",
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="DIST", help="Only this distribution (repeatable).")
-    ] = None,
-    allow_drift: Annotated[
-        bool, typer.Option("--allow-drift", help="Accept what the source's metadata does not vouch for.")
-    ] = False,
+    only: Annotated[list[str] | None, typer.Option("--only", metavar="DIST", help="Only this distribution (repeatable).")] = None,
+    allow_drift: Annotated[bool, typer.Option("--allow-drift", help="Accept what the source's metadata does not vouch for.")] = False,
     probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Try every import there, as a baseline.")] = True,
 ) -> None:
     """Record a host's environment in the local store.
@@ -64,9 +58,7 @@ def snapshot(
     from ddtree_deploy.store import Store
 
     where = flags.host(name, venv, transport, accept_new_host_key)
-    taken = take(
-        where, Store.open(), only=tuple(only or ()), label=label, allow_drift=allow_drift, probe=probe, emit=ui.emit
-    )
+    taken = take(where, Store.open(), only=tuple(only or ()), label=label, allow_drift=allow_drift, probe=probe, emit=ui.emit)
     views.taken(ui, taken)
 
 
@@ -113,9 +105,7 @@ def cache_verify(ui: Ui) -> int:
     bad = [f"object {digest}: content differs" for digest in report.bad]
     bad += [f"snapshot {short(identity)}: object {digest} is missing" for identity, digest in report.missing]
     if bad:
-        raise IntegrityFailure(
-            f"the store has {plural(len(bad), 'problem')}", mend="take the snapshots again", causes=tuple(bad[:20])
-        )
+        raise IntegrityFailure(f"the store has {plural(len(bad), 'problem')}", mend="take the snapshots again", causes=tuple(bad[:20]))
     ui.document("cache-verify", {"objects": report.objects, "bytes": report.bytes})
     ui.data(f"{plural(report.objects, 'object')}, {size(report.bytes)}: all as their digests say")
     return 0

@@ -161,17 +161,13 @@ def test_a_bug_is_one_line_a_log_and_exit_code_1() -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_names_the_step_and_leaves_the_target_as_it_was(
-    source: Path, target: Path, number: int, code: int
-) -> None:
+def test_a_signal_names_the_step_and_leaves_the_target_as_it_was(source: Path, target: Path, number: int, code: int) -> None:
     """The probe of a package that takes its time is where the signal arrives."""
     install(source, Dist("slow", "1.0", {"slow/__init__.py": "import time\ntime.sleep(30)\n"}))
     run("snapshot", "local", "--venv", str(source), "--no-probe")
     where = ("local", "--venv", str(target))
     argv = [*COMMAND, "push", *where, "-v"]
-    with subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as push:
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as push:
         assert push.stderr is not None and push.stdout is not None
         for line in push.stderr:
             if "import" in line and "staged" in line:

@@ -136,9 +136,7 @@ def test_push_json_ends_with_a_result_line(target: Path, snapshot: str) -> None:
     assert ran.err == ""
 
 
-def test_a_broken_snapshot_is_refused_and_the_old_generation_stays_live(
-    source: Path, target: Path, snapshot: str
-) -> None:
+def test_a_broken_snapshot_is_refused_and_the_old_generation_stays_live(source: Path, target: Path, snapshot: str) -> None:
     where = ("local", "--venv", str(target))
     run("push", *where)
     (site(source) / "kernel/__init__.py").write_text("def broken(:\n")
@@ -169,9 +167,7 @@ def test_audit_and_lock_read_the_hosts_own_records(target: Path, snapshot: str) 
 
 def test_json_documents_have_a_schema_and_a_kind(target: Path, snapshot: str) -> None:
     where = ("local", "--venv", str(target))
-    reading: list[tuple[str, ...]] = [
-        (name, *where) for name in ("diff", "status", "generations", "lock", "audit", "doctor")
-    ]
+    reading: list[tuple[str, ...]] = [(name, *where) for name in ("diff", "status", "generations", "lock", "audit", "doctor")]
     reading += [("ls",), ("show",), ("hosts",), ("config",), ("cache", "verify"), ("cache", "size")]
     for argv in reading:
         ran = run(*argv, "--json")

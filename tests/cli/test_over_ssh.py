@@ -49,7 +49,7 @@ def test_of_several_hosts_the_first_proves_for_the_rest(project: Path, source: P
     run("snapshot", "-q", "local", "--venv", str(source), "--no-probe")
     before = contents(project / "C")
     bad = run("push", "a", "b", cwd=project)
-    assert bad.code == 17 and "no driver here" in bad.err and "1 of 2 hosts not touched" in bad.err
+    assert bad.code == 17 and "no driver here" in bad.err and "1 of 2 hosts failed: `a`, 1 not touched" in bad.err
     assert contents(project / "C") == before
 
 
