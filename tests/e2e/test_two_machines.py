@@ -68,6 +68,7 @@ def ours(machine: Machine) -> list[str]:
     return [argv for _pid, argv in machine.processes() if "ddtree" in argv]
 
 
+@pytest.mark.timeout(1200)
 def test_the_main_job(lab: Lab, tmp_path: Path) -> None:
     lab.env["DDTREE_HOME"] = str(tmp_path / "home")
     source, target = lab["ct129"], lab["ct200"]
