@@ -1,17 +1,23 @@
 """File-system calls that the standard library lacks, and writes that survive a crash (fsync(2), rename(2), renameat2(2))."""
 
+from __future__ import annotations
+
 import ctypes
 import errno
 import json
 import os
 import tempfile
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
 
-def exchange(one, other):
+def exchange(one: str, other: str) -> None:
     """Swap two names in one step (renameat2 RENAME_EXCHANGE); raise OSError where the file system can not."""
     try:
         call = _libc.renameat2
@@ -22,7 +28,7 @@ def exchange(one, other):
         raise OSError(code, os.strerror(code), one)
 
 
-def can_exchange(directory):
+def can_exchange(directory: str) -> bool:
     """Tell whether the file system of `directory` can exchange a directory with a link, by doing it to two of our own."""
     with tempfile.TemporaryDirectory(prefix=".ddtree-probe-", dir=directory) as scratch:
         one, other = os.path.join(scratch, "a"), os.path.join(scratch, "b")
@@ -35,7 +41,7 @@ def can_exchange(directory):
         return os.path.islink(one) and os.path.isdir(other)
 
 
-def sync_file_system(path):
+def sync_file_system(path: str) -> None:
     """Flush everything that was written to the file system of `path` (syncfs(2)): one call for tens of thousands of files."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -46,7 +52,7 @@ def sync_file_system(path):
         os.close(fd)
 
 
-def sync_directory(path):
+def sync_directory(path: str) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -54,7 +60,7 @@ def sync_directory(path):
         os.close(fd)
 
 
-def write_file(path, data, mode=0o644):
+def write_file(path: str, data: bytes, mode: int = 0o644) -> None:
     """Replace `path` by a file with `data`, durably: temporary file beside it, fsync, rename, fsync of the directory."""
     directory = os.path.dirname(path)
     fd, temporary = tempfile.mkstemp(prefix=".tmp-", dir=directory)
@@ -74,11 +80,11 @@ def write_file(path, data, mode=0o644):
     sync_directory(directory)
 
 
-def write_json(path, value):
+def write_json(path: str, value: object) -> None:
     write_file(path, (json.dumps(value, sort_keys=True) + "\n").encode())
 
 
-def read_json(path):
+def read_json(path: str) -> dict[str, Any] | None:
     """Return the JSON object in `path`, or None when there is no such file or it is not one."""
     try:
         with open(path, "rb") as file:
@@ -88,7 +94,7 @@ def read_json(path):
     return value if isinstance(value, dict) else None
 
 
-def append_line(path, text):
+def append_line(path: str, text: str) -> None:
     """Append one line durably (O_APPEND, one write, fsync)."""
     fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -98,7 +104,7 @@ def append_line(path, text):
         os.close(fd)
 
 
-def replace_link(path, target):
+def replace_link(path: str, target: str) -> None:
     """Make `path` a link to `target` in one step: the only commit point of a switch."""
     directory = os.path.dirname(path)
     temporary = os.path.join(directory, ".tmp-link-%d" % os.getpid())

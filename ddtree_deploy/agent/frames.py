@@ -1,10 +1,19 @@
 """The wire: a 12-byte prefix, a JSON header, raw bytes. Both ends import this file."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
 import struct
 import zlib
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from typing import Any
+
+    ReadInto = Callable[[memoryview], int]
 
 _PREFIX = struct.Struct(">IQ")
 MAX_HEADER = 64 << 20
@@ -20,24 +29,24 @@ class ProtocolError(Exception):
 class Closed(Exception):
     """The pipe ended; `clean` is true when it ended between two frames."""
 
-    def __init__(self, clean):
+    def __init__(self, clean: bool) -> None:
         super().__init__("the other side closed the connection")
         self.clean = clean
 
 
-def encode(header, payload_size=0):
+def encode(header: Mapping[str, object], payload_size: int = 0) -> bytes:
     """Return the prefix and the header of a frame whose payload of `payload_size` bytes follows."""
     body = json.dumps(header, separators=(",", ":")).encode()
     return _PREFIX.pack(len(body), payload_size) + body
 
 
-def pack(value):
+def pack(value: object) -> tuple[dict[str, str], bytes]:
     """Return `(header fields, payload)` for a structured value: JSON, deflated, with size and sha256."""
     payload = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
     return {"sha256": hashlib.sha256(payload).hexdigest()}, payload
 
 
-def unpack(header, payload):
+def unpack(header: Mapping[str, object], payload: bytes) -> Any:
     """Return the structured value of a payload; raise ProtocolError when its digest is wrong or it is not ours."""
     if hashlib.sha256(payload).hexdigest() != header.get("sha256"):
         raise ProtocolError("a payload does not have the digest that its header promises")
@@ -54,11 +63,11 @@ def unpack(header, payload):
 class Reader:
     """Read frames: `header()` first, then exactly its payload by `take` or `chunks`. `readinto(view)` returns 0 at the end."""
 
-    def __init__(self, readinto):
+    def __init__(self, readinto: ReadInto) -> None:
         self.readinto = readinto
         self.left = 0
 
-    def _exactly(self, size, clean_at_start=False):
+    def _exactly(self, size: int, clean_at_start: bool = False) -> bytearray:
         out = bytearray(size)
         view = memoryview(out)
         got = 0
@@ -69,7 +78,7 @@ class Reader:
             got += count
         return out
 
-    def header(self):
+    def header(self) -> tuple[dict[str, Any], int]:
         """Return `(header, payload size)` of the next frame; raise Closed at the end, ProtocolError on rubbish."""
         if self.left:
             raise ProtocolError("the payload of the previous frame was not read")
@@ -85,7 +94,7 @@ class Reader:
         self.left = payload
         return header, payload
 
-    def take(self, limit=MAX_STRUCTURED):
+    def take(self, limit: int = MAX_STRUCTURED) -> bytes:
         """Return the whole payload of the current frame; raise ProtocolError when it is larger than `limit`."""
         if self.left > limit:
             raise ProtocolError("a payload of %d bytes where at most %d are expected" % (self.left, limit))
@@ -93,7 +102,7 @@ class Reader:
         self.left = 0
         return data
 
-    def chunks(self, size, buffer):
+    def chunks(self, size: int, buffer: bytearray) -> Iterator[memoryview]:
         """Yield memoryviews of the next `size` payload bytes, read into `buffer` (a bytearray that is reused)."""
         if size > self.left:
             raise ProtocolError("an object reaches beyond its frame")
@@ -107,12 +116,12 @@ class Reader:
             yield view[:count]
 
 
-def from_fd(fd):
+def from_fd(fd: int) -> ReadInto:
     """Return a `readinto` for a descriptor."""
     return lambda view: os.readv(fd, [view])
 
 
-def write_all(fd, *parts):
+def write_all(fd: int, *parts: bytes | memoryview) -> None:
     """Write every byte of `parts` to a pipe descriptor."""
     for part in parts:
         view = memoryview(part)

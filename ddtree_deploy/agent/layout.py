@@ -1,5 +1,7 @@
 """Where things lie in a venv: generations, the live link, and what each generation remembers of its files."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
@@ -8,13 +10,20 @@ import shutil
 from ddtree_deploy.agent import durable, walk
 from ddtree_deploy.agent.failure import Failure
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    #: kind, mode, size, digest (a link's: its target), dev, ino, mtime_ns, ctime_ns (None: not known yet).
+    Row = tuple[str, int, int, str, int, int, int, int | None]
+
 _GENERATION = re.compile(r"^(?:.*/)?\.ddtree/generations/(\d+)/site-packages/?$")
 
 
 class Layout:
     """The paths of one venv. `site_relative` is `lib/python3.12/site-packages`."""
 
-    def __init__(self, venv, site_relative):
+    def __init__(self, venv: str, site_relative: str) -> None:
         self.venv = venv
         self.site_relative = site_relative
         self.site = os.path.join(venv, site_relative)
@@ -26,18 +35,18 @@ class Layout:
         self.ledger = os.path.join(self.state, "ledger.jsonl")
         self.lock = os.path.join(self.state, "lock")
 
-    def directory(self, number):
+    def directory(self, number: int) -> str:
         return os.path.join(self.generations, str(number))
 
-    def tree(self, number):
+    def tree(self, number: int) -> str:
         return os.path.join(self.generations, str(number), "site-packages")
 
-    def link_text(self, number):
+    def link_text(self, number: int) -> str:
         """Return the text of the live link for a generation: relative, so that the venv may be moved or mounted elsewhere."""
         up = "/".join([".."] * self.site_relative.count("/"))
         return "%s/.ddtree/generations/%d/site-packages" % (up, number)
 
-    def live(self):
+    def live(self) -> int | None:
         """Return the number of the live generation, or None for an ordinary venv."""
         try:
             found = _GENERATION.match(os.readlink(self.site))
@@ -45,7 +54,7 @@ class Layout:
             return None
         return int(found.group(1)) if found else None
 
-    def numbers(self):
+    def numbers(self) -> list[int]:
         """Return the numbers of the complete generations, ascending (a partial one is named `N.partial`)."""
         try:
             names = os.listdir(self.generations)
@@ -53,7 +62,7 @@ class Layout:
             return []
         return sorted(int(name) for name in names if name.isdigit() and self.info(int(name)) is not None)
 
-    def partials(self):
+    def partials(self) -> list[str]:
         try:
             names = os.listdir(self.generations)
         except FileNotFoundError:
@@ -63,26 +72,26 @@ class Layout:
         out += [name for name in names if name.isdigit() and self.info(int(name)) is None]
         return sorted(os.path.join(self.generations, name) for name in out)
 
-    def info(self, number):
+    def info(self, number: int) -> dict[str, Any] | None:
         return durable.read_json(os.path.join(self.directory(number), "generation.json"))
 
-    def write_info(self, number, info):
+    def write_info(self, number: int, info: dict[str, Any]) -> None:
         durable.write_json(os.path.join(self.directory(number), "generation.json"), info)
 
-    def disown(self, number):
+    def disown(self, number: int) -> None:
         """Take a generation's record away: without it, it is rubbish that the next push clears."""
         remove(os.path.join(self.directory(number), "generation.json"))
 
-    def next_number(self):
+    def next_number(self) -> int:
         try:
             names = os.listdir(self.generations)
         except FileNotFoundError:
             names = []
         used = [int(name.split(".")[0]) for name in names if name.split(".")[0].isdigit()]
-        used += [entry.get("generation") for entry in self.ledger_entries() if isinstance(entry.get("generation"), int)]
+        used += [entry["generation"] for entry in self.ledger_entries() if isinstance(entry.get("generation"), int)]
         return max([0, *used]) + 1
 
-    def ledger_entries(self):
+    def ledger_entries(self) -> list[dict[str, Any]]:
         """Return the ledger's lines, oldest first; a torn last line is left out."""
         out = []
         try:
@@ -96,19 +105,20 @@ class Layout:
             pass
         return out
 
-    def previous_of(self, number):
+    def previous_of(self, number: int) -> int | None:
         """Return the generation that was live before `number`, if it is still there; else the nearest older one, or None."""
         numbers = self.numbers()
         for entry in reversed(self.ledger_entries()):
             if entry.get("event") == "confirmed" and entry.get("generation") == number:
-                if entry.get("previous") in numbers:
-                    return entry["previous"]
+                previous: int | None = entry.get("previous")
+                if previous in numbers:
+                    return previous
                 break
         older = [n for n in numbers if n < number]
         return older[-1] if older else None
 
 
-def remove(path):
+def remove(path: str) -> None:
     """Remove a tree of ours, if it is there."""
     if os.path.islink(path) or os.path.isfile(path):
         os.unlink(path)
@@ -125,11 +135,11 @@ class Index:
 
     VERSION = 1
 
-    def __init__(self, rows=None):
+    def __init__(self, rows: dict[str, Row] | None = None) -> None:
         self.rows = rows or {}
 
     @classmethod
-    def load(cls, path):
+    def load(cls, path: str) -> Index | None:
         """Return the index in `path`, or None when there is none that this version reads."""
         try:
             with open(path, "rb") as file:
@@ -142,15 +152,16 @@ class Index:
             return None
 
     @staticmethod
-    def seal_of(path):
+    def seal_of(path: str) -> str:
         """Return the seal in the first line of an index file, or an empty string."""
         try:
             with open(path, "rb") as file:
-                return json.loads(file.readline()).get("seal", "")
+                seal: str = json.loads(file.readline()).get("seal", "")
+                return seal
         except (OSError, ValueError, AttributeError):
             return ""
 
-    def save(self, path):
+    def save(self, path: str) -> None:
         rows = sorted(self.rows.items())
         entries = [
             (key, row[0], row[1], row[2], row[4], row[5], row[6], row[7], row[3] if row[0] == "l" else "") for key, row in rows
@@ -159,7 +170,7 @@ class Index:
         body = json.dumps([[key, *row] for key, row in rows], separators=(",", ":"))
         durable.write_file(path, ("%s\n%s\n" % (head, body)).encode())
 
-    def digest(self, entry):
+    def digest(self, entry: walk.Entry) -> str | None:
         """Return the digest that the index vouches for, given an entry of `walk.walk`, or None."""
         row = self.rows.get(entry[0])
         if row is None or row[0] != "f" or row[4:] != (entry[4], entry[5], entry[6], entry[7]) or row[2] != entry[3]:
@@ -167,7 +178,7 @@ class Index:
         return row[3]
 
 
-def site_relative(venv):
+def site_relative(venv: str) -> str:
     """Return the venv's site-packages relative to it; raise Failure when there is none or more than one."""
     base = os.path.join(venv, "lib")
     try:
@@ -190,11 +201,13 @@ def site_relative(venv):
     return found[0]
 
 
-def locate(venv):
+def locate(venv: str) -> Layout:
     """Return the Layout of a venv; raise Failure when the directory is not a venv."""
     venv = os.path.abspath(os.path.expanduser(venv))
     if not os.path.isdir(venv):
-        raise Failure("usage", "there is no venv `%s` on the host" % venv, mend="give another with `--venv PATH`, or `push --create` to make it")
+        mend = "give another with `--venv PATH`, or `push --create` to make it"
+        raise Failure("usage", "there is no venv `%s` on the host" % venv, mend)
     if not os.path.exists(os.path.join(venv, "pyvenv.cfg")):
-        raise Failure("usage", "`%s` is not a venv: it has no pyvenv.cfg" % venv, mend="give the venv's top directory with `--venv PATH`")
+        mend = "give the venv's top directory with `--venv PATH`"
+        raise Failure("usage", "`%s` is not a venv: it has no pyvenv.cfg" % venv, mend)
     return Layout(venv, site_relative(venv))

@@ -1,5 +1,7 @@
 """One push at a time: a kernel lock that dies with its holder, and a file beside it that says who that is."""
 
+from __future__ import annotations
+
 import fcntl
 import os
 import time
@@ -7,8 +9,15 @@ import time
 from ddtree_deploy.agent import durable
 from ddtree_deploy.agent.failure import Failure
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
-def holder(found):
+    from ddtree_deploy.agent.layout import Layout
+
+
+def holder(found: Layout) -> dict[str, Any] | None:
     """Return who holds the venv's lock (`who`, `host`, `pid`, `since`, `what`), or None when it is free."""
     try:
         fd = os.open(found.lock, os.O_RDONLY | os.O_CLOEXEC)
@@ -23,7 +32,7 @@ def holder(found):
     return None
 
 
-def acquire(found, who, wait, aborted):
+def acquire(found: Layout, who: dict[str, Any], wait: float, aborted: Callable[[], bool]) -> int:
     """Take the venv's lock within `wait` seconds and return its descriptor; raise Failure(locked) naming the holder."""
     deadline = time.monotonic() + wait
     while True:
@@ -48,18 +57,18 @@ def acquire(found, who, wait, aborted):
     return fd
 
 
-def _is(fd, path):
+def _is(fd: int, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
         return False
 
 
-def utc(seconds=None):
+def utc(seconds: float | None = None) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def journal_state(found):
+def journal_state(found: Layout) -> str:
     """Return the state of unfinished work, or an empty string."""
     journal = durable.read_json(found.journal)
     return journal.get("state", "unknown") if journal else ""

@@ -1,18 +1,29 @@
 """Objects on the move: many small files share a frame, a large one has its own; each is renamed only after its hash is right."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 
 from ddtree_deploy.agent import frames
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from typing import Any, TypeVar
+
+    #: A tuple that starts with digest and size.
+    Item = TypeVar("Item", bound=tuple[Any, ...])
 
 #: Files below this travel together, and are read and written in one call each.
 SMALL = 128 << 10
 BATCH = 1 << 20
 
 
-def batches(items):
+def batches(items: Iterable[Item]) -> Iterator[list[Item]]:
     """Group `(digest, size, ...)` items into frames: runs of small ones up to `BATCH` bytes, large ones alone."""
-    group, total = [], 0
+    group: list[Item] = []
+    total = 0
     for item in items:
         if item[1] >= SMALL:
             yield [item]
@@ -26,12 +37,18 @@ def batches(items):
         yield group
 
 
-def send_batch(batch, header, open_item, write, pipe_fd=None):
+def send_batch(
+    batch: list[Item],
+    header: dict[str, Any],
+    open_item: Callable[[Item], int],
+    write: Callable[[bytes], object],
+    pipe_fd: int | None = None,
+) -> list[str]:
     """Send one frame of objects; return the digests whose file did not have the promised size (zeros were sent instead).
 
     `open_item(item)` returns a descriptor; `write(bytes)` writes all of them; with `pipe_fd`, large files go by sendfile(2).
     """
-    short = []
+    short: list[str] = []
     head = frames.encode({**header, "objects": [item[:2] for item in batch]}, sum(item[1] for item in batch))
     if len(batch) > 1 or batch[0][1] < SMALL:
         parts = [head]
@@ -46,10 +63,11 @@ def send_batch(batch, header, open_item, write, pipe_fd=None):
     item = batch[0]
     write(head)
     left = item[1]
+    fd = None
     try:
         fd = open_item(item)
     except OSError:
-        fd = None
+        pass
     try:
         offset = 0
         while fd is not None and left:
@@ -77,7 +95,7 @@ def send_batch(batch, header, open_item, write, pipe_fd=None):
     return short
 
 
-def _read_small(open_item, item):
+def _read_small(open_item: Callable[[Item], int], item: Item) -> bytes:
     try:
         fd = open_item(item)
     except OSError:
@@ -88,7 +106,7 @@ def _read_small(open_item, item):
         os.close(fd)
 
 
-def valid_digest(text):
+def valid_digest(text: object) -> bool:
     return isinstance(text, str) and len(text) == 64 and all(c in "0123456789abcdef" for c in text)
 
 
@@ -99,18 +117,18 @@ class Landing:
     stream is read and dropped, so that the connection stays in step.
     """
 
-    def __init__(self, directory, place, expected=None):
+    def __init__(self, directory: str, place: Callable[[str, str], object], expected: dict[str, int] | None = None) -> None:
         self.directory = directory
         self.place = place
         self.expected = expected
-        self.bad = []
+        self.bad: list[str] = []
         self.received = 0
         self.bytes = 0
-        self.error = None
+        self.error: OSError | None = None
         self._buffer = bytearray(frames.CHUNK)
         self._count = 0
 
-    def receive(self, reader, header):
+    def receive(self, reader: frames.Reader, header: dict[str, Any]) -> None:
         """Take one frame of objects. Raises ProtocolError when it is malformed; file-system errors end up in `error`."""
         items = header.get("objects")
         if not isinstance(items, list) or not all(
@@ -125,7 +143,7 @@ class Landing:
                 raise frames.ProtocolError("an object that nobody asked for: %s" % digest)
             self._one(reader, digest, size)
 
-    def _one(self, reader, digest, size):
+    def _one(self, reader: frames.Reader, digest: str, size: int) -> None:
         hasher = hashlib.sha256()
         self._count += 1
         temporary = os.path.join(self.directory, ".tmp-%d-%d-%d" % (os.getpid(), id(self) & 0xFFFFFF, self._count))
@@ -137,7 +155,7 @@ class Landing:
                 except OSError as error:
                     self.error = error
             for view in reader.chunks(size, self._buffer):
-                if self.error is not None:
+                if fd is None or self.error is not None:
                     continue
                 hasher.update(view)
                 try:
@@ -145,7 +163,7 @@ class Landing:
                 except OSError as error:
                     self.error = error
             if self.error is None:
-                self._publish(digest, size, hasher.hexdigest(), fd, temporary)
+                self._publish(digest, size, hasher.hexdigest(), temporary)
         finally:
             if fd is not None:
                 os.close(fd)
@@ -154,7 +172,7 @@ class Landing:
                 except FileNotFoundError:
                     pass
 
-    def _publish(self, digest, size, actual, fd, temporary):
+    def _publish(self, digest: str, size: int, actual: str, temporary: str) -> None:
         if actual != digest:
             self.bad.append(digest)
             return

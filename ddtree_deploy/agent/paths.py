@@ -1,8 +1,14 @@
 """Paths that came over the wire: parse them against a whitelist, and open them without following anything."""
 
+from __future__ import annotations
+
 import os
 import re
 import stat
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Container
 
 MAX_PATH = 4096
 MAX_NAME = 255
@@ -14,12 +20,12 @@ class HostilePath(Exception):
     """A path that would leave its tree, or that no honest snapshot contains."""
 
 
-def is_plain(text):
+def is_plain(text: str) -> bool:
     """Tell quickly that a path is harmless; False means that `parse` has to look."""
     return len(text) <= MAX_PATH and _PLAIN.fullmatch(text) is not None
 
 
-def parse(text):
+def parse(text: object) -> str:
     """Return `text` when it is a plain relative path below its root; raise HostilePath otherwise.
 
     Refused: absolute paths, empty, `.` and `..` components, backslashes, control characters, names over 255 bytes.
@@ -30,7 +36,7 @@ def parse(text):
         return text
     if len(os.fsencode(text)) > MAX_PATH:
         raise HostilePath("a path of more than %d bytes" % MAX_PATH)
-    if "\\" in text or not text.isprintable() and any(ord(c) < 32 or ord(c) == 127 for c in text):
+    if "\\" in text or (not text.isprintable() and any(ord(c) < 32 or ord(c) == 127 for c in text)):
         raise HostilePath("a path with a control character or a backslash: %r" % text)
     for name in text.split("/"):
         if name in ("", ".", ".."):
@@ -40,7 +46,7 @@ def parse(text):
     return text
 
 
-def parse_link(path, target):
+def parse_link(path: str, target: object) -> str:
     """Return the link target when, resolved from `path`, it stays inside the tree; raise HostilePath otherwise."""
     parse(path)
     if not isinstance(target, str) or not target or target.startswith("/") or "\0" in target or "\n" in target:
@@ -55,7 +61,7 @@ def parse_link(path, target):
     return target
 
 
-def below(prefix_links, path):
+def below(prefix_links: Container[str], path: str) -> None:
     """Raise HostilePath when a parent of `path` is itself a link of the same manifest (`prefix_links`: a set)."""
     at = path.find("/")
     while at != -1:
@@ -74,24 +80,24 @@ class Tree:
     when a component is a link or not a directory.
     """
 
-    def __init__(self, root):
+    def __init__(self, root: str) -> None:
         self.root = root
         self.fd = os.open(root, _DIRECTORY)
-        self._chain = []
+        self._chain: list[tuple[str, int]] = []
 
-    def close(self):
+    def close(self) -> None:
         for _name, fd in self._chain:
             os.close(fd)
         self._chain = []
         os.close(self.fd)
 
-    def __enter__(self):
+    def __enter__(self) -> Tree:
         return self
 
-    def __exit__(self, *_exc):
+    def __exit__(self, *_exc: object) -> None:
         self.close()
 
-    def parent(self, path, create=False):
+    def parent(self, path: str, create: bool = False) -> tuple[int, str]:
         """Return `(descriptor of the parent directory, base name)`; with `create`, missing directories are made 0755."""
         names = path.split("/")
         base = names.pop()
@@ -119,7 +125,7 @@ class Tree:
         return at, base
 
     @staticmethod
-    def _directory(name, at, path):
+    def _directory(name: str, at: int, path: str) -> int:
         try:
             return os.open(name, _DIRECTORY, dir_fd=at)
         except NotADirectoryError:
@@ -129,7 +135,7 @@ class Tree:
                 raise HostilePath("a parent of %r is a link" % path) from None
             raise
 
-    def open(self, path, flags=os.O_RDONLY, mode=0o644, create_parents=False):
+    def open(self, path: str, flags: int = os.O_RDONLY, mode: int = 0o644, create_parents: bool = False) -> int:
         """Open a regular file without following a link; raise HostilePath when it is anything else."""
         at, base = self.parent(path, create=create_parents)
         try:
@@ -143,6 +149,6 @@ class Tree:
             raise HostilePath("%r is not a regular file" % path)
         return fd
 
-    def stat(self, path):
+    def stat(self, path: str) -> os.stat_result:
         at, base = self.parent(path)
         return os.stat(base, dir_fd=at, follow_symlinks=False)

@@ -1,5 +1,7 @@
 """Walk a tree by stat, hash its files, and remember digests by (dev, ino, size, mtime_ns, ctime_ns)."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
@@ -10,19 +12,28 @@ import time
 
 from ddtree_deploy.agent.paths import HostilePath, Tree
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    #: What `walk` returns of a file or link: path, kind, mode, size, dev, ino, mtime_ns, ctime_ns, target, nlink.
+    Entry = tuple[str, str, int, int, int, int, int, int, str, int]
+    #: dev, ino, size, mtime_ns, ctime_ns.
+    Stamp = tuple[int, int, int, int, int]
+
 #: A digest is only remembered for a file that was last touched this long before it was looked at (git's racily-clean rule).
 RACY_NS = 1_000_000_000
 SKIPPED_DIRS = frozenset(["__pycache__"])
 
 
-def walk(root, directories=None):
+def walk(root: str, directories: dict[str, int] | None = None) -> list[Entry]:
     """Return the entries below `root`, sorted by path: `(path, kind, mode, size, dev, ino, mtime_ns, ctime_ns, target, nlink)`.
 
     `kind` is `f`, `l`, or `?` (neither a regular file, a directory nor a link). `__pycache__` is left out, and so are empty
     directories. Paths are relative, with `/`. `directories`, a dict, receives `{path: mtime_ns}` of every directory, as it was
     before its entries were read.
     """
-    out = []
+    out: list[Entry] = []
     stack = [""]
     if directories is not None:
         directories[""] = os.stat(root).st_mtime_ns
@@ -56,7 +67,7 @@ def walk(root, directories=None):
     return out
 
 
-def same_directories(root, directories):
+def same_directories(root: str, directories: dict[str, int]) -> bool:
     """Tell whether no entry was added, removed or renamed since a walk noted `directories`."""
     try:
         return all(os.stat(os.path.join(root, path)).st_mtime_ns == mtime for path, mtime in directories.items())
@@ -64,17 +75,17 @@ def same_directories(root, directories):
         return False
 
 
-def stamp(entry):
+def stamp(entry: Entry) -> Stamp:
     """Return what identifies an unchanged file without reading it: `(dev, ino, size, mtime_ns, ctime_ns)`."""
     return (entry[4], entry[5], entry[3], entry[6], entry[7])
 
 
-def is_settled(entry, now_ns):
+def is_settled(entry: Entry, now_ns: int) -> bool:
     """Tell whether a stamp taken at `now_ns` may be trusted later: nobody touched the file within `RACY_NS` before."""
     return max(entry[6], entry[7]) < now_ns - RACY_NS
 
 
-def fingerprint(entries):
+def fingerprint(entries: list[Entry]) -> str:
     """Return the sha256 over path, kind, mode, size, inode, mtime and target of a walk: equal means nobody changed the tree.
 
     ctime is left out, since linking a file into a new generation moves it.
@@ -82,12 +93,12 @@ def fingerprint(entries):
     return _digest([(e[0], e[1], e[2], e[3], e[5], e[6], e[8]) for e in entries])
 
 
-def seal(entries):
+def seal(entries: Sequence[tuple[object, ...]]) -> str:
     """Return the sha256 over everything that a walk sees of each entry but its link count; a touched file breaks it."""
     return _digest([e[:9] for e in entries])
 
 
-def _digest(rows):
+def _digest(rows: Sequence[tuple[object, ...]]) -> str:
     # ensure_ascii (the default) keeps names that are not UTF-8 distinct.
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
@@ -96,7 +107,7 @@ class Changed(Exception):
     """A file changed, or went away, while it was read."""
 
 
-def hash_fd(fd, buffer):
+def hash_fd(fd: int, buffer: bytearray) -> tuple[str, int]:
     """Return `(sha256 hex, size)` of a descriptor's content; raise Changed when its stat moved meanwhile."""
     before = os.fstat(fd)
     digest = hashlib.sha256()
@@ -114,17 +125,19 @@ def hash_fd(fd, buffer):
     return digest.hexdigest(), size
 
 
-def hash_paths(root, paths, aborted, moved, threads=2):
+def hash_paths(
+    root: str, paths: Sequence[str], aborted: Callable[[], bool], moved: Callable[[int, str], None], threads: int = 2,
+) -> dict[str, str | None]:
     """Return `{path: sha256 hex, or None when it changed or vanished twice}`; `moved(bytes, path)` reports progress.
 
     Two threads: hashlib releases the interpreter lock, and more than two only contend with the link.
     """
-    out = {}
-    todo = queue.SimpleQueue()
+    out: dict[str, str | None] = {}
+    todo: queue.SimpleQueue[str] = queue.SimpleQueue()
     for path in paths:
         todo.put(path)
 
-    def work():
+    def work() -> None:
         buffer = bytearray(1 << 20)
         with Tree(root) as tree:
             while not aborted():
@@ -142,7 +155,7 @@ def hash_paths(root, paths, aborted, moved, threads=2):
     return out
 
 
-def _hash_twice(tree, path, buffer, moved):
+def _hash_twice(tree: Tree, path: str, buffer: bytearray, moved: Callable[[int, str], None]) -> str | None:
     for pause in (0.0, 0.2):
         time.sleep(pause)
         try:
