@@ -117,7 +117,7 @@ EDITS: tuple[Edit, ...] = (
         Where.BEFORE,
         "        if self.model_runner.spec_algorithm.is_ddtree():\n"
         "            from sglang.srt.speculative.ddtree_utils import prepare_verify\n\n"
-        "            prepare_verify(self, batch, draft_hidden, lm_head)\n"
+        "            prepare_verify(self, batch, draft_hidden[:, 1:], draft_input.verified_id)\n"
         "            return\n\n",
         "build and verify a tree instead of the greedy chain",
     ),

@@ -154,9 +154,11 @@ def refusals(args: Any) -> Iterator[Refusal]:
         yield Refusal("--kv-cache-dtype", args.kv_cache_dtype, "untested with fa3 trees", "use triton or flashinfer")
     if args.device != "cuda":
         yield Refusal("--device", args.device, "only CUDA is tested", "use `--device cuda`")
-    if args.speculative_dflash_draft_window_size is not None:
-        flag, value = "--speculative-dflash-draft-window-size", args.speculative_dflash_draft_window_size
-        yield Refusal(flag, value, "the compact draft table is untested with scattered slots", "leave it out")
+    for name in ("speculative_dflash_draft_window_size", "speculative_draft_window_size"):
+        value = getattr(args, name, None)
+        if value is not None:
+            reason = "the compact draft table is untested with scattered slots"
+            yield Refusal("--" + name.replace("_", "-"), value, reason, "leave it out")
     if args.speculative_draft_model_path is None:
         yield Refusal("--speculative-draft-model-path", None, "DDTREE needs a DFlash drafter", "give its path")
     architecture = (args.get_model_config().hf_config.architectures or ["none"])[0]

@@ -69,11 +69,14 @@ def start(worker: Any, draft_args: Any) -> None:
         logger.info("DDTREE ready: budgets %s, self-test passed", [stage.rung.budget for stage in worker.ddtree.stages])
 
 
-def prepare_verify(worker: Any, batch: Any, draft_hidden: Tensor, _lm_head: Any) -> None:
-    """Turn the drafted block `[bs, block, H]` into a tree and make the batch ready to verify it."""
+def prepare_verify(worker: Any, batch: Any, hidden: Tensor, roots: Tensor) -> None:
+    """Turn the hidden states of the drafted positions `[bs, block - 1, H]` into trees, ready to verify.
+
+    `roots` `[bs]` are the last verified tokens, whose own cache rows the verify forward writes.
+    """
     runtime: Runtime = worker.ddtree
     stage = runtime.stage(batch.batch_size())
-    tokens, parents, n_valid, positions = stage.trees(draft_hidden[:, 1:], batch.spec_info.verified_id, batch.seq_lens)
+    tokens, parents, n_valid, positions = stage.trees(hidden, roots, batch.seq_lens)
     plan = Plan(tokens, parents, n_valid, positions, worker.block_size - 1)
     _enter(worker.model_runner, stage)
     verify = _verify_input(plan)

@@ -45,12 +45,21 @@ def append_walks(reqs: list[Any], packed: list[list[int]], n: int) -> Commit:
         free += [first + node for node in range(n) if node not in on_path]
         lengths.append(count)
         last_tokens.append(req.output_ids[-1])
-        req.spec_verify_ct += 1
-        req.spec_accepted_drafts += count - 1
-        req.update_spec_acceptance_histogram(count - 1)
+        _count_accepted(req, count - 1)
         req.kv_committed_len += count
         req.kv_allocated_len = req.kv_committed_len
     return Commit(lengths, last_tokens, keep, free)
+
+
+def _count_accepted(req: Any, accepted: int) -> None:
+    """Count for SGLang's statistics, whose names changed after 0.5.11."""
+    req.spec_verify_ct += 1
+    if hasattr(req, "spec_accepted_drafts"):
+        req.spec_accepted_drafts += accepted
+        req.update_spec_acceptance_histogram(accepted)
+    else:
+        req.spec_num_correct_drafts += accepted
+        req.update_spec_correct_drafts_histogram(accepted)
 
 
 def to_device(commit: Commit, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
