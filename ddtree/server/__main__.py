@@ -63,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
 
     import torch
+    import transformers
     import uvicorn
 
     from ddtree.server import tiny
@@ -75,10 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    model, drafter = map(str, tiny.paths()) if args.tiny else (args.model, args.drafter)
+    transformers.logging.disable_progress_bar()
     mode = Mode(args.mode)
-    name = args.served_model_name or (tiny.NAME if args.tiny else Path(model).name)
+    name = args.served_model_name or (tiny.NAME if args.tiny else Path(args.model).name)
     try:
+        pair = tiny.paths(with_drafter=mode is not Mode.PLAIN) if args.tiny else None
+        model, drafter = map(str, pair) if pair else (args.model, args.drafter)
         engine = load_engine(
             model,
             drafter,
@@ -88,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             dtype=args.dtype,
         )
     except ModelError as error:
-        return _refuse(error.message)
+        return _refuse(error.message, error.mend)
     if args.max_context:
         engine.max_context = min(engine.max_context, args.max_context)
     metrics = Metrics(name, mode)
@@ -116,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = uvicorn.Config(
         build_app(scheduler, metrics, settings),
         log_config=None,
+        log_level=args.log_level if args.log_level == "debug" else "warning",
         access_log=args.log_level == "debug",
         timeout_graceful_shutdown=max(1, round(args.drain_seconds)),
     )
@@ -143,8 +147,8 @@ def api_key(file: Path | None) -> str | None:
     return key
 
 
-def _refuse(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
+def _refuse(message: str, mend: str = "") -> int:
+    print(f"error: {message}" + (f"\n\nhint: {mend}" if mend else ""), file=sys.stderr)
     return 2
 
 

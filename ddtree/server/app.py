@@ -16,7 +16,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from ddtree.server.engine import Request
-from ddtree.server.errors import BadRequest, BodyTooLarge, EngineFailed, ModelNotFound, ServerError, Unauthorized
+from ddtree.server.errors import BadRequest, BodyTooLarge, Bug, EngineFailed, ModelNotFound, ServerError, Unauthorized
 from ddtree.server.metrics import Metrics
 from ddtree.server.protocol import (
     ChatRequest,
@@ -104,6 +104,10 @@ def build_app(scheduler: Scheduler, metrics: Metrics, settings: Settings) -> Fas
         metrics.rejected(error.status)
         headers = {"Retry-After": "1"} if error.status in (429, 503) else None
         return JSONResponse(error.body(), error.status, headers)
+
+    @app.exception_handler(Exception)
+    async def bug(_request: HttpRequest, error: Exception) -> JSONResponse:
+        return JSONResponse(Bug(f"the server failed: {type(error).__name__}").body(), Bug.status)
 
     @app.exception_handler(404)
     @app.exception_handler(405)
@@ -265,6 +269,11 @@ async def read_json(request: HttpRequest, limit: int) -> Any:
         if len(body) > limit:
             raise BodyTooLarge(f"the body has more than {limit} bytes")
     try:
-        return json.loads(body)
+        data = json.loads(body)
+        if b"\\u" in body:  # half of a surrogate pair is valid JSON, but no text
+            json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest("the body has half of a surrogate pair in a string") from error
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
+    return data

@@ -25,6 +25,10 @@ class ModelError(ServerError):
 
     code = "model_unsupported"
 
+    def __init__(self, message: str, mend: str = "") -> None:
+        super().__init__(message)
+        self.mend = mend
+
 
 class BadRequest(ServerError):
     """The request asks for something malformed or not supported."""
@@ -83,3 +87,9 @@ class EngineFailed(ServerError):
     """The engine raised while it served the request."""
 
     code = "engine_failed"
+
+
+class Bug(ServerError):
+    """The server itself raised; its log has the traceback."""
+
+    code = "internal_error"

@@ -58,7 +58,7 @@ def load_engine(
     draft: Drafter | None = None
     if mode is not Mode.PLAIN:
         if drafter is None:
-            raise ModelError(f"mode `{mode}` needs a drafter")
+            raise ModelError(f"mode `{mode}` needs a drafter", "name one with `--drafter`, or use `--mode plain`")
         draft = load_drafter(locate(drafter), kind, where)
     path = str(locate(model))
     read = draft.config.target_layer_ids if draft else ()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
 from ddtree.sampling import Sampling
 from ddtree.server.engine import Engine, Request, Stats
@@ -43,6 +43,12 @@ class Common(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
+    @model_validator(mode="before")
+    @classmethod
+    def null_is_absent(cls, raw: Any) -> Any:
+        """Clients may spell a default as null."""
+        return {name: value for name, value in raw.items() if value is not None} if isinstance(raw, dict) else raw
+
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
     temperature: float = Field(1.0, ge=0, le=2)
@@ -69,7 +75,7 @@ class ChatRequest(Common):
 
 
 class CompletionRequest(Common):
-    prompt: str | list[int] | list[str]
+    prompt: str | list[StrictInt] | list[str]
     echo: bool = False
 
 
@@ -97,9 +103,10 @@ def parse(kind: type[T], raw: Any) -> T:
     try:
         request = kind.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or None
-        raise BadRequest(f"{where or 'the body'}: {first['msg']}", where) from error
+        # Of a field with several forms, the error that goes deepest is about the form that was meant.
+        worst = max(error.errors(), key=lambda one: len(one["loc"]))
+        where = ".".join(str(part) for part in worst["loc"] if part != "str" and "[" not in str(part)) or None
+        raise BadRequest(f"{where or 'the body'}: {worst['msg']}", where) from error
     for name, value in (request.model_extra or {}).items():
         if name in REFUSED and value not in REFUSED[name]:
             raise BadRequest(f"`{name}` is not supported by this server", name)

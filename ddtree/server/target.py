@@ -172,6 +172,8 @@ def locate(name: str) -> Path:
     """Return the directory of a checkpoint: a local path as it is, a hub id after fetching it to the local cache."""
     if (path := Path(name)).is_dir():
         return path
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:  # no hub id looks like this
+        raise ModelError(f"no such directory: `{name}`")
     from huggingface_hub import snapshot_download
 
     try:

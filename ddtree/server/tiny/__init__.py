@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from ddtree.server.errors import ModelError
+
 NAME = "ddtree-tiny"
 
 
@@ -16,10 +18,19 @@ class Pair(NamedTuple):
     drafter: Path
 
 
-def paths() -> Pair:
-    """Return the directories of the tiny target and the tiny drafter."""
+def paths(*, with_drafter: bool = True) -> Pair:
+    """Return the directories of the tiny target and the tiny drafter.
+
+    Raises ModelError when the drafter is asked for and was not trained yet.
+    """
     here = Path(__file__).parent
-    return Pair(here / "target", here / "drafter")
+    pair = Pair(here / "target", here / "drafter")
+    if with_drafter and not (pair.drafter / "model.safetensors").is_file():
+        raise ModelError(
+            f"the tiny pair has no trained drafter: `{pair.drafter}`",
+            "make one with `scripts/train_tiny.py`, or serve the target alone with `--mode plain`",
+        )
+    return pair
 
 
 def held_out_prompts() -> dict[str, list[str]]:
