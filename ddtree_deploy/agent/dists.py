@@ -4,6 +4,8 @@ importlib.metadata would parse each METADATA as e-mail; these are the few fields
 tenth of a second. Formats: the packaging specifications "Recording installed projects" and "Entry points".
 """
 
+from __future__ import annotations
+
 import base64
 import binascii
 import csv
@@ -11,8 +13,23 @@ import io
 import json
 import os
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import TypedDict
 
-def _read(path):
+    class Distribution(TypedDict):
+        dir: str
+        name: str
+        version: str
+        requires: list[str]
+        installer: str
+        record: list[list[str | None]] | None
+        editable: str | None
+        direct_url: str | None
+        scripts: list[list[str]]
+
+
+def _read(path: str) -> str | None:
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()
@@ -20,8 +37,8 @@ def _read(path):
         return None
 
 
-def _headers(text):
-    fields = {}
+def _headers(text: str) -> dict[str, list[str]]:
+    fields: dict[str, list[str]] = {}
     for line in text.splitlines():
         if not line:
             break
@@ -31,7 +48,7 @@ def _headers(text):
     return fields
 
 
-def record_digest(field):
+def record_digest(field: str) -> str | None:
     """Return the hex sha256 of a RECORD hash field (`sha256=<urlsafe base64, unpadded>`), or None."""
     name, _, value = field.partition("=")
     if name != "sha256" or not value:
@@ -43,8 +60,8 @@ def record_digest(field):
     return raw.hex() if len(raw) == 32 else None
 
 
-def _record(text):
-    rows = []
+def _record(text: str) -> list[list[str | None]]:
+    rows: list[list[str | None]] = []
     for row in csv.reader(io.StringIO(text)):
         if not row or not row[0]:
             continue
@@ -54,7 +71,7 @@ def _record(text):
     return rows
 
 
-def _scripts(text):
+def _scripts(text: str | None) -> list[list[str]]:
     found = []
     section = ""
     for line in (text or "").splitlines():
@@ -68,14 +85,14 @@ def _scripts(text):
     return found
 
 
-def read_distributions(root):
+def read_distributions(root: str) -> list[Distribution]:
     """Return one dict per `*.dist-info` directly below `root`, sorted by directory.
 
     Keys: `dir`, `name`, `version`, `requires`, `installer`, `record` (`[[path, sha256 or None], ...]`, paths normalised and
     relative to `root`; None when there is no RECORD), `editable` (target URL or None), `direct_url`, `scripts`
     (`[[name, "module:attr"], ...]`).
     """
-    out = []
+    out: list[Distribution] = []
     for name in sorted(os.listdir(root)):
         if not name.endswith(".dist-info"):
             continue
@@ -103,7 +120,7 @@ def read_distributions(root):
     return out
 
 
-def _direct_url(text):
+def _direct_url(text: str | None) -> tuple[str | None, str | None]:
     if text is None:
         return None, None
     try:
@@ -118,13 +135,14 @@ def _direct_url(text):
     return clean, clean if editable else None
 
 
-def read_pth(root):
+def read_pth(root: str) -> list[list[str | list[str]]]:
     """Return `[[file, [path lines], [code lines]], ...]` of the `.pth` files directly below `root` (site's rules)."""
-    out = []
+    out: list[list[str | list[str]]] = []
     for name in sorted(os.listdir(root)):
         if not name.endswith(".pth"):
             continue
-        paths, code = [], []
+        paths: list[str] = []
+        code: list[str] = []
         for line in (_read(os.path.join(root, name)) or "").splitlines():
             line = line.strip()
             if line.startswith(("import ", "import\t")):
@@ -135,12 +153,12 @@ def read_pth(root):
     return out
 
 
-def torch_version(root):
+def torch_version(root: str) -> dict[str, str | None]:
     """Return `torch/version.py`'s `__version__` and `cuda` as strings or None, without importing it."""
     import ast
 
     text = _read(os.path.join(root, "torch", "version.py"))
-    found = {"version": None, "cuda": None}
+    found: dict[str, str | None] = {"version": None, "cuda": None}
     if text is None:
         return found
     try:
@@ -148,8 +166,9 @@ def torch_version(root):
     except (SyntaxError, ValueError):
         return found
     for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-        for target in targets:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)):
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             if isinstance(target, ast.Name) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
                 if target.id == "__version__":
                     found["version"] = node.value.value

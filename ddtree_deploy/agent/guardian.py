@@ -1,5 +1,7 @@
 """The process that outlives the connection: it waits for the confirmation of a switch, and goes back when none comes."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess
@@ -17,7 +19,7 @@ _BOOT = (
 )
 
 
-def start(found, tx, lock_fd, zip_fd, keep):
+def start(found: layout.Layout, tx: str, lock_fd: int, zip_fd: int, keep: int) -> subprocess.Popen[bytes]:
     """Start the guardian of the switch `tx` in its own session; it inherits the lock, and the agent's code by descriptor."""
     log = os.open(os.path.join(found.state, "guardian.log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
@@ -29,7 +31,7 @@ def start(found, tx, lock_fd, zip_fd, keep):
         os.close(log)
 
 
-def watch(found, tx, python):
+def watch(found: layout.Layout, tx: str, python: str) -> str | None:
     """Wait for the decision about `tx`, or make it at the deadline; return the verdict that was carried out."""
     while True:
         journal = durable.read_json(found.journal)
@@ -50,7 +52,7 @@ def watch(found, tx, python):
         time.sleep(0.02)
 
 
-def main(argv):
+def main(argv: list[str]) -> None:
     """Run the guardian: `VENV SITE_RELATIVE TX LOCK_FD KEEP`."""
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

@@ -1,5 +1,7 @@
 """Build a new generation beside the live one: find what is already here, receive the rest, link or write each file."""
 
+from __future__ import annotations
+
 import os
 import shutil
 
@@ -7,18 +9,33 @@ from ddtree_deploy.agent import durable, layout, objects, walk
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.paths import HostilePath, Tree, parse, parse_link
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from ddtree_deploy.agent.main import Session
+    from ddtree_deploy.agent.walk import Entry
+
+    #: path, kind, mode, size, digest (a link's: its target).
+    Wanted = tuple[str, str, int, int, str]
+    #: The root of a tree, and its entry.
+    Source = tuple[str, Entry]
+    DigestOf = Callable[[Entry], str | None]
+
 MAX_FILES = 2_000_000
 MODES = (0o644, 0o755)
 
 
-def parse_result(rows):
+def parse_result(rows: object) -> list[Wanted]:
     """Return the wanted files `[(path, kind, mode, size, digest)]` after checking every one; raise Failure(integrity) with all faults.
 
     The agent trusts no controller: paths stay below the generation, links resolve inside it, modes are 0644 or 0755.
     """
     if not isinstance(rows, list) or len(rows) > MAX_FILES:
         raise Failure("integrity", "the manifest is not a list of at most %d files" % MAX_FILES)
-    faults, out = [], {}
+    faults: list[str] = []
+    out: dict[str, Wanted] = {}
     for row in rows:
         try:
             path, kind, mode, size, digest = row
@@ -42,9 +59,9 @@ def parse_result(rows):
     return sorted(out.values())
 
 
-def _shadows(wanted):
+def _shadows(wanted: dict[str, Wanted]) -> list[str]:
     """Return a fault for each file or link that lies where another entry needs a directory."""
-    parents = set()
+    parents: set[str] = set()
     for path in wanted:
         at = path.rpartition("/")[0]
         while at and at not in parents:
@@ -56,7 +73,7 @@ def _shadows(wanted):
     ]
 
 
-def apply_delta(index, changes, gone):
+def apply_delta(index: layout.Index, changes: object, gone: list[str]) -> list[Wanted]:
     """Return the wanted files of a tree that is the indexed one but for `changes` (rows) and `gone` (paths), checked as above."""
     wanted = {path: (path, row[0], row[1], row[2], row[3]) for path, row in index.rows.items()}
     for path in gone:
@@ -72,31 +89,31 @@ def apply_delta(index, changes, gone):
 class Sources:
     """Where wanted content already lies: `(tree root, entry of a walk)`; the live tree first, other generations when that lacks it."""
 
-    def __init__(self, found, live_root, live_entries, digest_of):
+    def __init__(self, found: layout.Layout, live_root: str, live_entries: list[Entry], digest_of: DigestOf) -> None:
         self.found = found
-        self.by_path = {}
-        self.by_digest = {}
-        self._others = None
+        self.by_path: dict[str, tuple[str, str, Entry]] = {}
+        self.by_digest: dict[str, Source] = {}
+        self._others: dict[str, list[tuple[str, str, layout.Row]]] | None = None
         for entry in live_entries:
             digest = digest_of(entry) if entry[1] == "f" else None
             if digest:
                 self.by_path[entry[0]] = (digest, live_root, entry)
                 self.by_digest.setdefault(digest, (live_root, entry))
 
-    def add_tree(self, root, entries, digest_of):
+    def add_tree(self, root: str, entries: list[Entry], digest_of: DigestOf) -> None:
         for entry in entries:
             digest = digest_of(entry) if entry[1] == "f" else None
             if digest:
                 self.by_digest.setdefault(digest, (root, entry))
 
-    def find(self, path, digest):
+    def find(self, path: str, digest: str) -> Source | None:
         """Return `(root, entry)` of a file with that content, or None."""
         same = self.by_path.get(path)
         if same is not None and same[0] == digest:
             return same[1], same[2]
         return self.by_digest.get(digest) or self._elsewhere(digest)
 
-    def _elsewhere(self, digest):
+    def _elsewhere(self, digest: str) -> Source | None:
         if self._others is None:
             self._others = {}
             live = self.found.live()
@@ -111,12 +128,12 @@ class Sources:
             except OSError:
                 continue
             if (info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns) == (row[2], *row[4:]):
-                entry = (path, "f", info.st_mode & 0o777, *row[2:3], *row[4:], "", info.st_nlink)
+                entry = (path, "f", info.st_mode & 0o777, *row[2:3], *row[4:7], info.st_ctime_ns, "", info.st_nlink)
                 return self.by_digest.setdefault(digest, (root, entry))
         return None
 
 
-def gather(found, live_entries, vouch):
+def gather(found: layout.Layout, live_entries: list[Entry], vouch: list[list[Any]]) -> Sources:
     """Return the Sources of a venv; `vouch` has stamps and digests that the controller knows for files without an index."""
     live = found.live()
     known = _by_stamps(vouch)
@@ -125,22 +142,22 @@ def gather(found, live_entries, vouch):
     return Sources(found, found.site if live is None else found.tree(live), live_entries, digest_of)
 
 
-def _by_stamps(vouch):
+def _by_stamps(vouch: list[list[Any]]) -> DigestOf:
     stamps = {row[0]: (tuple(row[1:6]), row[6]) for row in vouch}
 
-    def digest_of(entry):
+    def digest_of(entry: Entry) -> str | None:
         known = stamps.get(entry[0])
         return known[1] if known is not None and known[0] == walk.stamp(entry) else None
 
     return digest_of
 
 
-def add_base(sources, root, vouch):
+def add_base(sources: Sources, root: str, vouch: list[list[Any]]) -> None:
     """Let another venv of the host (`push --create --base`) be a source too, by the stamps that the controller vouches for."""
     sources.add_tree(root, walk.walk(root), _by_stamps(vouch))
 
 
-def missing(wanted, sources, found):
+def missing(wanted: list[Wanted], sources: Sources, found: layout.Layout) -> dict[str, int]:
     """Return `{digest: size}` of the content that has to be sent; what a cut push left behind is hashed before it counts."""
     need = {digest: size for path, kind, _mode, size, digest in wanted if kind == "f" and sources.find(path, digest) is None}
     os.makedirs(found.incoming, mode=0o700, exist_ok=True)
@@ -163,7 +180,7 @@ def missing(wanted, sources, found):
     return need
 
 
-def build(session, found, root, wanted, sources):
+def build(session: Session, found: layout.Layout, root: str, wanted: list[Wanted], sources: Sources) -> tuple[layout.Index, set[str]]:
     """Make the tree `root` hold exactly `wanted`; return its Index and the received digests that it uses.
 
     Unchanged files are hard-linked (tidy.py gives small ones copies of their own later); a file whose mode differs from its
@@ -171,9 +188,10 @@ def build(session, found, root, wanted, sources):
     """
     os.makedirs(root, mode=0o755)
     os.chmod(root, 0o755)
-    rows, used = {}, set()
+    rows: dict[str, layout.Row] = {}
+    used: set[str] = set()
     total = len(wanted)
-    trees = {}
+    trees: dict[str, Tree] = {}
     with Tree(root) as out:
         try:
             for count, (path, kind, mode, size, digest) in enumerate(wanted):
@@ -202,20 +220,20 @@ def build(session, found, root, wanted, sources):
     return layout.Index(rows), used
 
 
-def stamp(index, entries):
+def stamp(index: layout.Index, entries: list[Entry]) -> None:
     """Complete the stamps of an index from a walk of its tree that was just proved."""
     for entry in entries:
         row = index.rows[entry[0]]
         index.rows[entry[0]] = (*row[:4], entry[4], entry[5], entry[6], entry[7])
 
 
-def _tree(trees, root):
+def _tree(trees: dict[str, Tree], root: str) -> Tree:
     if root not in trees:
         trees[root] = Tree(root)
     return trees[root]
 
 
-def _link(trees, source, at, base):
+def _link(trees: dict[str, Tree], source: Source, at: int, base: str) -> bool:
     source_at, source_base = _tree(trees, source[0]).parent(source[1][0])
     try:
         os.link(source_base, base, src_dir_fd=source_at, dst_dir_fd=at, follow_symlinks=False)
@@ -228,7 +246,7 @@ def _link(trees, source, at, base):
     return True
 
 
-def _copy_from(tree, entry, at, base, mode):
+def _copy_from(tree: Tree, entry: Entry, at: int, base: str, mode: int) -> None:
     fd = tree.open(entry[0])
     try:
         if walk.stamp(entry)[:4] != _stamp_of(fd):
@@ -238,12 +256,12 @@ def _copy_from(tree, entry, at, base, mode):
         os.close(fd)
 
 
-def _stamp_of(fd):
+def _stamp_of(fd: int) -> tuple[int, int, int, int]:
     info = os.fstat(fd)
     return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
 
 
-def _take(found, digest, at, base, mode, again):
+def _take(found: layout.Layout, digest: str, at: int, base: str, mode: int, again: bool) -> None:
     path = os.path.join(found.incoming, digest)
     if not again:
         os.link(path, base, dst_dir_fd=at, follow_symlinks=False)
@@ -256,7 +274,7 @@ def _take(found, digest, at, base, mode, again):
         os.close(fd)
 
 
-def _copy(fd, at, base, mode, times=None):
+def _copy(fd: int, at: int, base: str, mode: int, times: tuple[int, int] | None = None) -> None:
     out = os.open(base, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=at)
     try:
         offset, left = 0, os.fstat(fd).st_size
@@ -273,19 +291,19 @@ def _copy(fd, at, base, mode, times=None):
         os.close(out)
 
 
-def keep_bytecode(root, index, sources):
+def keep_bytecode(root: str, index: layout.Index, sources: Sources) -> None:
     """Link the bytecode of reused sources into the new tree, so that the first import does not compile everything again.
 
     Python replaces a .pyc by rename and checks it against the source's mtime and size, so sharing one is safe (PEP 3147).
     """
-    made = set()
+    made: set[str] = set()
     for path, row in index.rows.items():
         if not path.endswith(".py") or row[0] != "f":
             continue
         source = sources.by_path.get(path)
         if source is None or source[2][5] != row[5]:
             continue
-        directory, _, name = path.rpartition("/")
+        directory = path.rpartition("/")[0]
         cache = os.path.join(source[1], directory, "__pycache__")
         if cache not in made:
             made.add(cache)
@@ -306,7 +324,7 @@ def keep_bytecode(root, index, sources):
                         continue
 
 
-def consume(found, root, index, used):
+def consume(found: layout.Layout, root: str, index: layout.Index, used: set[str]) -> None:
     """Drop what was received, now that it is in its place; that moves the ctime of the files, so their stamps are renewed."""
     layout.remove(found.incoming)
     with Tree(root) as tree:
@@ -316,7 +334,7 @@ def consume(found, root, index, used):
                 index.rows[path] = (*row[:4], info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns)
 
 
-def discard(found, everything):
+def discard(found: layout.Layout, everything: bool) -> None:
     """Remove partial trees; with `everything`, also the received content that a resumed push could have used."""
     for path in found.partials():
         layout.remove(path)
@@ -324,7 +342,7 @@ def discard(found, everything):
         shutil.rmtree(found.incoming)
 
 
-def publish(found, number, index, info):
+def publish(found: layout.Layout, number: int, index: layout.Index, info: dict[str, Any]) -> None:
     """Make the proved tree of `number` a generation, durably: everything on disk first, then the record that makes it count."""
     index.save(os.path.join(found.directory(number), "index"))
     durable.sync_file_system(found.directory(number))

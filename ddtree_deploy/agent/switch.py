@@ -5,6 +5,8 @@ before the act. After the switch a decision is due by the deadline: whoever crea
 connection or the guardian, has decided, and both then carry the same decision out. Every step may be repeated.
 """
 
+from __future__ import annotations
+
 import errno
 import json
 import os
@@ -14,20 +16,27 @@ import time
 from ddtree_deploy.agent import dists, durable, layout, locks, scripts
 from ddtree_deploy.agent.failure import Failure
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
-def write_journal(found, journal, **changes):
+    from ddtree_deploy.agent.layout import Layout
+
+
+def write_journal(found: Layout, journal: dict[str, Any], **changes: object) -> dict[str, Any]:
     """Record the state that the work is about to enter; returns the new journal."""
     journal = {**journal, **changes, "at": time.time()}
     durable.write_json(found.journal, journal)
     return journal
 
 
-def log(found, **entry):
+def log(found: Layout, **entry: object) -> None:
     """Append a line to the host's ledger."""
     durable.append_line(found.ledger, json.dumps({"time": locks.utc(), **entry}, sort_keys=True))
 
 
-def adopt(found, accept_gap, info):
+def adopt(found: Layout, accept_gap: bool, info: dict[str, Any]) -> None:
     """Turn an ordinary site-packages into generation 0 and a link to it: by RENAME_EXCHANGE, so that it never is missing.
 
     Raises Failure(incompatible) where the file system can not exchange, unless `accept_gap` allows two renames.
@@ -61,24 +70,24 @@ def adopt(found, accept_gap, info):
     durable.sync_directory(home)
 
 
-def mend_gap(found):
+def mend_gap(found: Layout) -> None:
     """Finish an adoption by two renames that was cut between them."""
     if not os.path.lexists(found.site) and os.path.isdir(found.tree(0)):
         os.symlink(found.link_text(0), found.site)
 
 
-def flip(found, number, python):
+def flip(found: Layout, number: int, python: str) -> None:
     """Make generation `number` live, and the console scripts those of its distributions."""
     former = [name for dist in dists.read_distributions(found.site) for name, _target in dist["scripts"]]
     durable.replace_link(found.site, found.link_text(number))
     scripts.regenerate(found.tree(number), os.path.join(found.venv, "bin"), python, former)
 
 
-def _decision(found, tx):
+def _decision(found: Layout, tx: str) -> str:
     return "%s-%s" % (found.decision, tx)
 
 
-def decide(found, tx, verdict, reason=""):
+def decide(found: Layout, tx: str, verdict: str, reason: str = "") -> str:
     """Claim the decision about the switch `tx`; return the verdict that holds, ours or the one that came first.
 
     What is true in the end is what the ledger says (`outcome`), since a decision that comes after the settlement is void.
@@ -95,15 +104,16 @@ def decide(found, tx, verdict, reason=""):
     return verdict
 
 
-def outcome(found, tx):
+def outcome(found: Layout, tx: str) -> str | None:
     """Return how the ledger says that the switch `tx` ended: `confirmed`, `reverted`, or None while it is open."""
     for entry in reversed(found.ledger_entries()):
         if entry.get("tx") == tx and entry.get("event") in ("confirmed", "reverted"):
-            return entry["event"]
+            event: str = entry["event"]
+            return event
     return None
 
 
-def settle(found, python):
+def settle(found: Layout, python: str) -> str | None:
     """Carry out the decision about an unfinished switch; the caller holds the lock. Returns the verdict, or None.
 
     May be cut and run again at any step: each only moves towards the same end, and the ledger line comes before the clean-up.
@@ -114,12 +124,14 @@ def settle(found, python):
     decision = durable.read_json(_decision(found, journal["tx"]))
     if not decision:
         return None
-    verdict = outcome(found, journal["tx"]) or decision["verdict"]
+    verdict: str = outcome(found, journal["tx"]) or decision["verdict"]
     mend_gap(found)
     if verdict == "reverted" and found.live() is not None:
         flip(found, journal["previous"], python)  # also when the link is right: a cut may have left the scripts behind
     if outcome(found, journal["tx"]) is None:
         event = {key: journal.get(key) for key in ("tx", "generation", "previous", "snapshot", "who", "what")}
+        if journal.get("allowed"):
+            event["allowed"] = journal["allowed"]
         log(found, event=verdict, reason=decision.get("reason", ""), **event)
     if verdict == "reverted" and journal.get("what") == "push" and found.live() != journal["generation"]:
         found.disown(journal["generation"])
@@ -129,7 +141,7 @@ def settle(found, python):
     return verdict
 
 
-def confirm(found, tx, python, wait, aborted):
+def confirm(found: Layout, tx: str, python: str, wait: float, aborted: Callable[[], bool]) -> str | None:
     """Confirm the switch `tx` from a fresh connection; return the ledger's outcome, or None when it did not appear in time.
 
     The guardian, which holds the lock, settles; if it is dead, the lock is free and we do.
@@ -159,7 +171,7 @@ def confirm(found, tx, python, wait, aborted):
     return done
 
 
-def recover(found, python):
+def recover(found: Layout, python: str) -> str:
     """Bring unfinished work of a run that died to its end; call it under the lock. Returns what was done, or an empty string.
 
     Before the switch there is nothing to undo but the partial tree. A switch whose deadline passed unconfirmed goes back.
@@ -184,8 +196,12 @@ def recover(found, python):
     return done
 
 
-def _left_over(found):
+def _left_over(found: Layout) -> list[str]:
     """Return the temporary files of runs that died, and decisions about switches that are settled."""
-    names = [(found.state, r"\.tmp-|decision-"), (os.path.dirname(found.site), r"\.tmp-link-"), (os.path.join(found.venv, "bin"), r".*\.ddtree-\d+$")]
+    names = [
+        (found.state, r"\.tmp-|decision-"),
+        (os.path.dirname(found.site), r"\.tmp-link-"),
+        (os.path.join(found.venv, "bin"), r".*\.ddtree-\d+$"),
+    ]
     names += [(found.directory(number), r"\.tmp-") for number in found.numbers()]
     return [os.path.join(at, name) for at, pattern in names for name in os.listdir(at) if re.match(pattern, name)]

@@ -5,6 +5,8 @@ change with them. So once the switch is confirmed, every kept generation that is
 files. Links also move ctime, so the stamps of the survivors are renewed for inodes whose content is vouched for.
 """
 
+from __future__ import annotations
+
 import fcntl
 import hashlib
 import os
@@ -13,23 +15,30 @@ import shutil
 from ddtree_deploy.agent import layout, locks, procs, walk
 from ddtree_deploy.agent.paths import HostilePath, Tree
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container
+
+    #: Size, mtime_ns and digest of an inode, by dev and ino.
+    Known = dict[tuple[int, int], tuple[int, int, str]]
+
 #: Shared objects of this size stay shared between generations: nobody edits them in place, and they hold most of the bytes.
 SHARED_FROM = 1 << 20
 _TEMPORARY = ".tmp-own-"
 
 
-def _tidy_lock(found):
+def _tidy_lock(found: layout.Layout) -> int:
     return os.open(found.lock + ".tidy", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
-def wait_until_still(found):
+def wait_until_still(found: layout.Layout) -> int:
     """Wait for a tidying guardian to stop (it stops by itself once a push holds the lock); return a descriptor to close."""
     fd = _tidy_lock(found)
     fcntl.flock(fd, fcntl.LOCK_EX)
     return fd
 
 
-def after_confirmation(found, keep):
+def after_confirmation(found: layout.Layout, keep: int) -> None:
     """Prune and separate, unless a push wants the venv; quiet on errors, since the next push tries again."""
     fd = _tidy_lock(found)
     try:
@@ -39,7 +48,7 @@ def after_confirmation(found, keep):
         return
     os.nice(10)
 
-    def wanted():
+    def wanted() -> bool:
         return locks.holder(found) is not None
 
     try:
@@ -52,9 +61,9 @@ def after_confirmation(found, keep):
         os.close(fd)
 
 
-def in_use(found):
+def in_use(found: layout.Layout) -> dict[int, list[int]]:
     """Return `{generation: [pids]}` of the processes that use a generation's files."""
-    out = {}
+    out: dict[int, set[int]] = {}
     for use in procs.users_of([found.generations])["users"]:
         number = os.path.relpath(use["path"], os.path.realpath(found.generations)).split(os.sep)[0]
         if number.isdigit():
@@ -62,7 +71,7 @@ def in_use(found):
     return {number: sorted(pids) for number, pids in out.items()}
 
 
-def prunable(found, keep, live):
+def prunable(found: layout.Layout, keep: int, live: int | None) -> list[int]:
     """Return the generations that may go: not live, not the one before, not used by a process, not among the newest `keep`."""
     numbers = found.numbers()
     spared = {live, found.previous_of(live) if live is not None else None, *in_use(found)}
@@ -71,7 +80,7 @@ def prunable(found, keep, live):
     return others[: len(others) - room] if room else others
 
 
-def prune(found, keep, live):
+def prune(found: layout.Layout, keep: int, live: int | None) -> list[int]:
     """Remove the generations that may go; return their numbers."""
     gone = prunable(found, keep, live)
     if gone:
@@ -86,10 +95,10 @@ def prune(found, keep, live):
 class _Vouched:
     """Keep the stamps of all generations true across work that changes only link counts."""
 
-    def __init__(self, found, skip=()):
+    def __init__(self, found: layout.Layout, skip: Container[int] = ()) -> None:
         self.found = found
         self.indexes = {n: layout.Index.load(os.path.join(found.directory(n), "index")) for n in found.numbers() if n not in skip}
-        self.known = {}
+        self.known: Known = {}
         for number, index in self.indexes.items():
             if index is None:
                 continue
@@ -98,10 +107,10 @@ class _Vouched:
                 if digest:
                     self.known[(entry[4], entry[5])] = (entry[3], entry[6], digest)
 
-    def __enter__(self):
+    def __enter__(self) -> _Vouched:
         return self
 
-    def __exit__(self, *_exc):
+    def __exit__(self, *_exc: object) -> None:
         for number, index in self.indexes.items():
             if index is None:
                 continue
@@ -117,7 +126,7 @@ class _Vouched:
                 index.save(os.path.join(self.found.directory(number), "index"))
 
 
-def separate(found, wanted):
+def separate(found: layout.Layout, wanted: Callable[[], bool]) -> None:
     """Give every kept generation that is not live its own copies of the small files it shares; `wanted()` stops it early."""
     with _Vouched(found) as vouched:
         for number, index in vouched.indexes.items():
@@ -134,7 +143,7 @@ def separate(found, wanted):
                         _own_copy(tree, entry[0], index, vouched.known)
 
 
-def _own_copy(tree, path, index, known):
+def _own_copy(tree: Tree, path: str, index: layout.Index, known: Known) -> None:
     row = index.rows.get(path)
     if row is None:
         return
