@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from ddtree_deploy.abi import Verdict
 
 STOCK, PATCHED, UNOWNED = "stock", "patched", "unowned"
 
@@ -209,6 +212,7 @@ class Plan:
     changes: tuple[FileChange, ...]
     checks: tuple[Check, ...] = ()
     uses: tuple[Use, ...] = ()
+    oracle: Verdict | None = None
 
     @property
     def empty(self) -> bool:

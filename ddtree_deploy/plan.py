@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from typing import TYPE_CHECKING
+
 from packaging.utils import canonicalize_name
 
 from ddtree_deploy.errors import UsageProblem
@@ -25,6 +27,9 @@ from ddtree_deploy.models import (
     Use,
 )
 
+if TYPE_CHECKING:
+    from ddtree_deploy.abi import Verdict
+
 
 def make(
     snapshot_id: str,
@@ -32,17 +37,22 @@ def make(
     target: Inventory,
     *,
     only: Sequence[str] = (),
+    drop: Mapping[str, str] | None = None,
+    why: Mapping[str, str] | None = None,
     checks: Sequence[Check] = (),
     uses: Sequence[Use] = (),
+    oracle: Verdict | None = None,
 ) -> Plan:
     """Plan the push of a snapshot, or of the distributions `only` names, onto a target.
+
+    `drop` are distributions of the target that have to go too, with the reason; `why` says of a moved one what needs it.
 
     Distributions of the snapshot replace their namesakes, and whoever else claims the same import package; nothing of those
     stays. The target's other distributions, and what nobody owns outside replaced packages, are kept. Raises UsageProblem
     for a name that the snapshot does not have.
     """
     moved = chosen(snapshot.distributions, only) if only else frozenset(d.name for d in snapshot.distributions)
-    merged = _compose(snapshot, target, moved, whole=not only)
+    merged = _compose(snapshot, target, moved, drop or {}, whole=not only)
     python = target.python or snapshot.python
     result = Manifest(host=target.host, venv=target.venv, python=python, distributions=merged.distributions, files=merged.files)
     changes = file_changes(target.files, result.files)
@@ -54,10 +64,11 @@ def make(
         base=target.fingerprint,
         base_generation=target.generation,
         result=result,
-        packages=_package_table(snapshot, target, moved, merged.replaced, result, changes),
+        packages=_package_table(target, moved, merged.replaced, result, changes, why or {}),
         changes=changes,
         checks=(*interpreter_checks(snapshot.python, target.python), *_place_checks(target, result), *checks),
         uses=tuple(uses),
+        oracle=oracle,
     )
 
 
@@ -95,14 +106,14 @@ class _Merged:
     replaced: Mapping[str, str]
 
 
-def _compose(snapshot: Manifest, target: Inventory, moved: frozenset[str], *, whole: bool) -> _Merged:
+def _compose(snapshot: Manifest, target: Inventory, moved: frozenset[str], drop: Mapping[str, str], *, whole: bool) -> _Merged:
     incoming = [index for index, dist in enumerate(snapshot.distributions) if dist.name in moved]
     packages = {name for index in incoming for name in snapshot.distributions[index].packages}
     names: set[str] = {canonicalize_name(snapshot.distributions[index].name) for index in incoming}
     indexes = set(incoming)
     owned = [e for e in snapshot.files if e.owner in indexes]
     libraries = {e.path for e in owned if ".so" in e.path}
-    replaced = _replaced(target, names, packages, libraries)
+    replaced = {**_replaced(target, names, packages, libraries), **{d.name: drop[d.name] for d in target.distributions if d.name in drop}}
 
     distributions: list[Distribution] = []
     files: dict[str, FileEntry] = {}
@@ -185,7 +196,12 @@ def file_changes(before: Sequence[FileEntry], after: Sequence[FileEntry]) -> tup
 
 
 def _package_table(
-    snapshot: Manifest, target: Inventory, moved: frozenset[str], replaced: Mapping[str, str], result: Manifest, changes: Sequence[FileChange]
+    target: Inventory,
+    moved: frozenset[str],
+    replaced: Mapping[str, str],
+    result: Manifest,
+    changes: Sequence[FileChange],
+    reasons: Mapping[str, str],
 ) -> tuple[PackageChange, ...]:
     old = {canonicalize_name(d.name): d for d in target.distributions}
     counts, sizes = _by_owner(target, result, changes)
@@ -199,7 +215,7 @@ def _package_table(
             action = "replace"
         else:
             action = "change" if counts[dist.name] else "keep"
-        why = f"{patched[index]} patched" if patched[index] and dist.name in moved else ""
+        why = f"{patched[index]} patched" if patched[index] and dist.name in moved else reasons.get(dist.name, "")
         before = was.shown_version if was else ""
         rows.append(PackageChange(action, dist.name, before, dist.shown_version, counts[dist.name], sizes[dist.name], why))
     kept = {canonicalize_name(d.name) for d in result.distributions}

@@ -10,6 +10,7 @@ from ddtree_deploy.events import Emit, Note, Progress, Step, ignore
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.manifest import encode, identity, python_facts
 from ddtree_deploy.models import Distribution, FileEntry, Finding, ImportProof, Manifest, ServerCapture, Taken
+from ddtree_deploy.oracle import remember
 from ddtree_deploy.origins import DRIFT, Classified
 from ddtree_deploy.session import Session
 from ddtree_deploy.store import Store
@@ -50,6 +51,7 @@ def take(
         manifest = _manifest(host, seen, found)
         proof = _prove(session, store, manifest, host) if probe else {}
         ref = store.add(manifest, label, proof=proof or None)
+        remember(session, store, ref.id)
     failures = tuple(import_proof(row) for row in store.proof(ref.id).get("imports", []) if not row["ok"])
     return Taken(ref, manifest, new_objects, new_bytes, seen.hashed, seen.vouched, failures)
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any
 
+from ddtree_deploy import oracle
+from ddtree_deploy.abi import Allowance
 from ddtree_deploy.confirmation import confirm, outcome_after_loss
 from ddtree_deploy.errors import (
     HostUnreachable,
@@ -27,7 +29,7 @@ from ddtree_deploy.errors import (
 from ddtree_deploy.events import Emit, Note, Progress, Step, ignore
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.models import STOCK, Inventory, Manifest, Plan, Proofs, Pushed, Use
-from ddtree_deploy.plan import make, probe_modules
+from ddtree_deploy.plan import chosen, make, probe_modules
 from ddtree_deploy.session import Session
 from ddtree_deploy.snapshot import import_proof
 from ddtree_deploy.store import Store
@@ -52,6 +54,7 @@ class PushOptions:
     probe_timeout: float = 120.0
     keep_generations: int = 3
     roots: tuple[str, ...] = ROOTS
+    allow: tuple[Allowance, ...] = ()
 
 
 def plan_push(host: Host, store: Store, snapshot_id: str, options: PushOptions, emit: Emit = ignore) -> Plan:
@@ -182,8 +185,35 @@ def _plan(
         base = survey(replace_host(session, replace(host, venv=options.base)), store)
         over = inventory(host, base)
         target = replace(target, distributions=over.distributions, files=over.files)
-    only = (*options.only, *options.with_) if options.only else ()
-    return make(snapshot_id, snapshot, target, only=only, uses=_uses(session, seen.fields["generation"])), base
+    uses = _uses(session, seen.fields["generation"])
+    judged = _judged_before(snapshot_id, snapshot, options, seen, target, uses)
+    if judged is not None:
+        return judged, base
+    choice = oracle.choose(
+        session, store, snapshot_id, snapshot,
+        only=chosen(snapshot.distributions, options.only) | chosen(snapshot.distributions, options.with_) if options.only else (),
+        also=chosen(snapshot.distributions, options.with_), roots=options.roots, allow=options.allow,
+        empty_target=not target.distributions,
+    )  # fmt: skip
+    checks = [check for check in choice.verdict.checks if check.level != "ok"] if choice.verdict else []
+    return make(
+        snapshot_id, snapshot, target, only=choice.names or (), drop=choice.removed, why=choice.why, checks=checks, uses=uses,
+        oracle=choice.verdict,
+    ), base  # fmt: skip
+
+
+def _judged_before(
+    snapshot_id: str, snapshot: Manifest, options: PushOptions, seen: Survey, target: Inventory, uses: tuple[Use, ...]
+) -> Plan | None:
+    """Plan without the oracle when the same request made the live tree, and nothing that it looks at would change."""
+    info = seen.fields["info"]
+    if seen.tree is None or info.get("asked", [""])[1:] != _asked(snapshot_id, options)[1:] or "shape" not in info:
+        return None
+    try:
+        plan = make(snapshot_id, snapshot, target, only=info["moved"], checks=oracle.unchanged(target.generation or 0), uses=uses)
+    except UsageProblem:
+        return None  # a distribution that moved then is not in this snapshot
+    return plan if oracle.shape(plan.result.files) == info["shape"] else None
 
 
 def replace_host(session: Session, host: Host) -> Session:
@@ -243,12 +273,16 @@ class _Push:
     def step(self, what: str) -> None:
         self.emit(Step(self.host.name, what))
 
+    def allowed(self) -> list[list[str]]:
+        """Return the blocks that the user took on, as the host journals them: check, what, reason."""
+        return [list(row) for row in self.plan.oracle.allowed] if self.plan.oracle else []
+
     def begin(self) -> bool:
         """Take the host's lock; tell whether unfinished work of an earlier run was there."""
         with self.clock("stage"):
             begun = self.ask(
                 "begin", venv=self.host.venv, who=f"{getpass.getuser()}@{platform.node()}", what="push", snapshot=self.plan.snapshot,
-                lock_wait=self.options.lock_wait, keep_generations=self.options.keep_generations,
+                allowed=self.allowed(), lock_wait=self.options.lock_wait, keep_generations=self.options.keep_generations,
             ).fields  # fmt: skip
         self.tx = begun["tx"]
         if begun["recovered"]:
@@ -262,6 +296,7 @@ class _Push:
         result = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
         with self.clock("stage"):
             info = {
+                "moved": list(plan.selected), "shape": oracle.shape(plan.result.files), "allowed": self.allowed(),
                 "snapshot": plan.snapshot, "asked": _asked(plan.snapshot, self.options), "result": result, "files": len(rows),
                 "bytes": plan.result.bytes, "packages": [[d.name, d.shown_version] for d in plan.result.distributions],
             }  # fmt: skip
@@ -308,12 +343,23 @@ class _Push:
             self.sent_objects, self.sent_bytes = fields["objects"], fields["bytes"]
             bad = set(fields["bad"])
             for digest in bad:
-                self.store.check(digest)  # a damaged object of ours ends here, by name
+                self._check_ours(digest)
             todo = [item for item in todo if item[0] in bad]
             if todo and attempt == 1:
                 self.emit(Note(self.host.name, f"{len(todo)} objects were damaged on the way, sending them again", "warn"))
         if todo:
-            raise IntegrityFailure(f"objects are damaged on the way to `{self.host.name}`", causes=tuple(digest for digest, _ in todo[:10]))
+            causes = tuple(self._name(digest) for digest, _ in todo[:10])
+            raise IntegrityFailure(f"objects are damaged on the way to `{self.host.name}`", mend="try another network path to it", causes=causes)
+
+    def _check_ours(self, digest: str) -> None:
+        """Raise IntegrityFailure, with the file's name, when it is our own object that is damaged."""
+        try:
+            self.store.check(digest)
+        except IntegrityFailure as error:
+            raise IntegrityFailure(error.message, mend=error.mend, causes=(self._name(digest),)) from error
+
+    def _name(self, digest: str) -> str:
+        return next((entry.path for entry in self.plan.result.files if entry.digest == digest), digest)
 
     def prove(self, source: Mapping[str, Any]) -> None:
         """Prove the staged tree before anything is switched. Raises ProofFailed."""

@@ -10,6 +10,7 @@ from ddtree_deploy.errors import UsageProblem
 from ddtree_deploy.events import Emit, Note, Step, ignore
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.models import STOCK, Proofs
+from ddtree_deploy.oracle import gpu_checks, link_checks
 from ddtree_deploy.origins import Classified, classify
 from ddtree_deploy.session import Session
 from ddtree_deploy.snapshot import import_proof, modules_of
@@ -115,6 +116,16 @@ def _imports(live: _Live, proofs: Proofs) -> Proofs:
     return replace(proofs, imports=tuple(import_proof(row, not row["ok"] and row["module"] in known) for row in rows))
 
 
-#: In the order in which they run, the cheapest evidence first. A level is a function that adds what it found to the
-#: proofs (the link closure and the GPU smoke test have their place in `Proofs.extra`).
-LEVELS: Mapping[str, Callable[[_Live, Proofs], Proofs]] = {"files": _files, "syntax": _syntax, "import": _imports}
+def _link(live: _Live, proofs: Proofs) -> Proofs:
+    return replace(proofs, extra=(*proofs.extra, *link_checks(live.session)))
+
+
+def _gpu(live: _Live, proofs: Proofs) -> Proofs:
+    live.step("one tiny operation per extension on every GPU")
+    return replace(proofs, extra=(*proofs.extra, *gpu_checks(live.session)))
+
+
+#: In the order in which they run, the cheapest evidence first. A level is a function that adds what it found to the proofs.
+LEVELS: Mapping[str, Callable[[_Live, Proofs], Proofs]] = {
+    "files": _files, "syntax": _syntax, "link": _link, "import": _imports, "gpu": _gpu,
+}  # fmt: skip

@@ -1,5 +1,7 @@
 """Requests that only look: what is here, which files, what they hash to, their bytes. A read-only session has only these."""
 
+from __future__ import annotations
+
 import os
 import platform
 import sys
@@ -9,8 +11,18 @@ from ddtree_deploy.agent import PROTOCOL, dists, facts, layout, locks, objects, 
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.paths import HostilePath, Tree, parse
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
-def hello():
+    from ddtree_deploy.agent.main import Session
+
+    #: Session, header and structured value of a request; the answer's fields, `_big` for a structured value.
+    Handler = Callable[[Session, dict[str, Any], Any], dict[str, Any]]
+
+
+def hello() -> dict[str, Any]:
     """Return what the agent says of itself before the first request."""
     return {
         "protocol": PROTOCOL,
@@ -24,18 +36,18 @@ def hello():
     }
 
 
-def _root(found):
+def _root(found: layout.Layout) -> str:
     live = found.live()
     if live is None and not os.path.lexists(found.site):
         return found.tree(0)  # an adoption was cut in its gap; the next push mends it
     return found.site if live is None else found.tree(live)
 
 
-def venv_python(venv):
+def venv_python(venv: str) -> str:
     return os.path.join(os.path.abspath(os.path.expanduser(venv)), "bin", "python")
 
 
-def scan(session, header, _value):
+def scan(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Walk the venv's site-packages: entries with stat stamps, digests that the host can vouch for, owners, facts.
 
     When every file still is what the live generation was made of, the answer says `clean`; then the files are left out, if the
@@ -45,13 +57,13 @@ def scan(session, header, _value):
     live = found.live()
     root = _root(found)
     now_ns = time.time_ns()
-    directories = {}
+    directories: dict[str, int] = {}
     entries = walk.walk(root, directories)
     index_file = "" if live is None else os.path.join(found.directory(live), "index")
     info = (found.info(live) if live is not None else None) or {}
     unfinished = locks.journal_state(found)  # a switch that nobody confirmed yet is not what anybody asked for
     clean = bool(info.get("result")) and not unfinished and layout.Index.seal_of(index_file) == walk.seal(entries)
-    common = {
+    common: dict[str, Any] = {
         "venv": found.venv, "site": found.site_relative, "generation": live, "now_ns": now_ns, "info": info, "clean": clean,
         "unfinished": unfinished,
     }
@@ -62,7 +74,7 @@ def scan(session, header, _value):
         same=False, fingerprint=session.walked[3], space=facts.space(found.venv),
         writable=os.access(found.venv, os.W_OK) and os.access(os.path.dirname(found.site), os.W_OK),
     )
-    big = {
+    big: dict[str, Any] = {
         "python": facts.python_facts(venv_python(found.venv)), "facts": facts.host_facts(found.venv),
         "servers": procs.servers(found.venv), "torch": dists.torch_version(root),
     }
@@ -74,13 +86,13 @@ def scan(session, header, _value):
     return {**common, "_big": big}
 
 
-def hash_files(session, header, value):
+def hash_files(session: Session, header: dict[str, Any], value: list[str]) -> dict[str, Any]:
     """Return `{path: sha256 or None}` of files below the venv's site-packages."""
     found = layout.locate(header["venv"])
     total = int(header.get("total", 0))
     done = [0]
 
-    def moved(size, path):
+    def moved(size: int, path: str) -> None:
         done[0] += size
         session.progress("hash", done[0], total, "bytes", path)
 
@@ -90,13 +102,13 @@ def hash_files(session, header, value):
     return {"_big": digests}
 
 
-def fetch(session, header, value):
+def fetch(session: Session, header: dict[str, Any], value: list[Any]) -> dict[str, Any]:
     """Stream files as objects; `changed` names the ones that are no longer what was promised."""
     found = layout.locate(header["venv"])
-    changed = []
+    changed: list[str] = []
     with Tree(_root(found)) as tree:
 
-        def open_item(item):
+        def open_item(item: tuple[str, int, str]) -> int:
             try:
                 return tree.open(item[2])
             except HostilePath as error:
@@ -117,13 +129,13 @@ def fetch(session, header, value):
     return {"changed": changed}
 
 
-def users(session, header, _value):
+def users(_session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Return the processes that use files of the venv's trees."""
     found = layout.locate(header["venv"])
     return {"_big": procs.users_of([os.path.realpath(found.site), found.generations, found.site])}
 
 
-def look(session, header, _value):
+def look(_session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Return what the venv is, without walking it: generation, journal, lock, ledger tail, generations."""
     venv = os.path.abspath(os.path.expanduser(header["venv"]))
     seen = venvs.inspect(venv)
@@ -143,7 +155,7 @@ def look(session, header, _value):
     }
 
 
-def drift(session, header, _value):
+def drift(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Compare the live generation with what was pushed: changed, added, removed, by stat first and by hash where that moved."""
     found = layout.locate(header["venv"])
     live = found.live()
@@ -160,7 +172,7 @@ def drift(session, header, _value):
         row = index.rows.get(entry[0])
         if row is None:
             continue
-        if row[0] != entry[1] or row[1] != entry[2] or entry[1] == "l" and row[3] != entry[8] or row[2] != entry[3]:
+        if row[0] != entry[1] or row[1] != entry[2] or (entry[1] == "l" and row[3] != entry[8]) or row[2] != entry[3]:
             changed.append(entry[0])
         elif entry[1] == "f" and index.digest(entry) is None:
             doubtful.append(entry[0])
@@ -169,7 +181,7 @@ def drift(session, header, _value):
     return {"_big": {"changed": sorted(changed), "added": sorted(added), "removed": sorted(removed), "unknown": False}}
 
 
-def probe(session, header, value):
+def probe(session: Session, header: dict[str, Any], value: list[str]) -> dict[str, Any]:
     """Import packages, one process each, from the live tree (`value`: module names); read-only: no bytecode is written."""
     found = layout.locate(header["venv"])
     root = _root(found)
@@ -181,12 +193,12 @@ def probe(session, header, value):
     }
 
 
-def hashes(session, header, _value):
+def hashes(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Prove the live generation's files against what was pushed; `deep` trusts no stat stamp."""
     found = layout.locate(header["venv"])
     live = found.live()
     index = None if live is None else layout.Index.load(os.path.join(found.directory(live), "index"))
-    if index is None:
+    if live is None or index is None:
         raise Failure("usage", "`%s` has no generation of ours to compare with" % found.venv, mend="push to it first")
     expected = [[path, row[0], row[1], row[2], row[3]] for path, row in sorted(index.rows.items())]
     stamps = {} if header.get("deep") else {path: ((row[4], row[5], row[2], row[6], row[7]), row[3]) for path, row in index.rows.items()}
@@ -194,7 +206,7 @@ def hashes(session, header, _value):
     return {"hashed": hashed, "vouched": vouched, "generation": live, "_big": bad}
 
 
-def syntax(session, header, _value):
+def syntax(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Compile every source of the live tree in memory with the venv's interpreter; nothing is written."""
     found = layout.locate(header["venv"])
     root = _root(found)
@@ -203,7 +215,25 @@ def syntax(session, header, _value):
     return {"compiled": compiled, "_big": errors}
 
 
-HANDLERS = {
+def abi(session, header, value):
+    """Return the ABI facts of the live tree and of the host; `value` are sonames that the snapshot needs."""
+    from ddtree_deploy.agent import abi_facts
+
+    found = layout.locate(header["venv"])
+    return {"_big": abi_facts.collect(_root(found), venv_python(found.venv), header.get("env") or {}, tuple(value or ()))}
+
+
+def gpu(session, header, _value):
+    """Run one tiny operation per extension on every GPU."""
+    from ddtree_deploy.agent import gpu_probe
+
+    found = layout.locate(header["venv"])
+    return {"_big": gpu_probe.probe(_root(found), venv_python(found.venv), header.get("env") or {})}
+
+
+HANDLERS: dict[str, Handler] = {
+    "abi": abi,
+    "gpu": gpu,
     "scan": scan,
     "hash": hash_files,
     "fetch": fetch,

@@ -65,7 +65,7 @@ def begin(session, header, _value):
     stirred = bool(found.partials()) or os.path.exists(found.journal)
     recovered = switch.recover(found, push.python)
     push.journal = switch.write_journal(found, {
-        "tx": push.tx, "state": "receiving", "who": who["who"], "what": who["what"], "snapshot": who["snapshot"], "pid": os.getpid(),
+        "tx": push.tx, "state": "receiving", "allowed": header.get("allowed", []), "who": who["who"], "what": who["what"], "snapshot": who["snapshot"], "pid": os.getpid(),
         "previous": found.live() or 0,
     })
     return {"tx": push.tx, "generation": found.live(), "recovered": recovered, "stirred": stirred}
@@ -86,6 +86,8 @@ def stage_request(session, header, value):
         push.wanted = stage.apply_delta(index, value["delta"]["changes"], value["delta"]["gone"])
     else:
         push.wanted = stage.parse_result(value["files"])
+    wanted = {row[0]: row[4] for row in push.wanted}
+    _refuse_moved(push, [path for path, known in push.sources.by_path.items() if wanted.get(path) != known[0]])
     if value.get("base"):
         stage.add_base(push.sources, value["base"]["root"], value["base"]["vouch"])
     need = stage.missing(push.wanted, push.sources, push.found)
@@ -168,7 +170,7 @@ def prove_staged(session, header, value):
         if not out["bad"]:
             stage.stamp(push.index, entries)
         else:
-            _blame_the_source(push)
+            _refuse_moved(push, push.sources.by_path)
     if value.get("sources"):
         out["compiled"], out["syntax_errors"] = prove.syntax(session, push.python, root, value["sources"])
     if value.get("modules"):
@@ -176,15 +178,16 @@ def prove_staged(session, header, value):
     return {"_big": out}
 
 
-def _blame_the_source(push):
-    """Raise Failure(stale-plan) when a file that was to be kept changed in the live tree since the scan."""
-    for path, (_digest, root, entry) in push.sources.by_path.items():
+def _refuse_moved(push, paths):
+    """Raise Failure(stale-plan) when one of these files of the live tree is not what the scan saw."""
+    for path in paths:
+        _digest, root, entry = push.sources.by_path[path]
         try:
             info = os.lstat(os.path.join(root, path))
         except OSError:
             info = None
-        if info is None or (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns) != walk.stamp(entry)[:4]:
-            raise Failure("stale-plan", "`%s` changed on the host while the push was prepared" % path)
+        if info is None or (info.st_mode & 0o777, info.st_ino, info.st_size, info.st_mtime_ns) != (entry[2], entry[5], entry[3], entry[6]):
+            raise Failure("stale-plan", "`%s` changed since the plan was made" % path)
 
 
 def _imports(session, push, root, header, modules):
@@ -345,7 +348,7 @@ def abort(session, header, _value):
 
 
 def give_back(session):
-    """Let a push whose disk is full keep nothing of what it received: a resumed one would only meet that disk again."""
+    """Let a push keep nothing of what it received, where a resumed one would meet the same full disk, or another plan."""
     if session.push is not None:
         session.push.keep_incoming = False
 

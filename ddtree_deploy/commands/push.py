@@ -252,7 +252,7 @@ def verify(
     accept_new_host_key: flags.AcceptNewHostKey = False,
     level: Annotated[
         list[str] | None,
-        typer.Option("--level", metavar="LEVEL", help="files, syntax, import; all if not given (repeatable)."),
+        typer.Option("--level", metavar="LEVEL", help="files, syntax, link, import, gpu; if not given: files, syntax, import (repeatable)."),
     ] = None,
     deep: Annotated[bool, typer.Option("--deep", help="Read every file again, trust no stat cache.")] = False,
 ) -> int:
@@ -264,10 +264,10 @@ def verify(
     from ddtree_deploy.render import proof_views
     from ddtree_deploy.verify import verify as run
 
-    known = ("files", "syntax", "import")
-    levels = tuple(part for text in level or known for part in text.split(","))
+    known = ("files", "syntax", "link", "import", "gpu")
+    levels = tuple(part for text in level or ("files", "syntax", "import") for part in text.split(","))
     for wrong in set(levels) - set(known):
-        raise UsageProblem(f"unknown level: `{wrong}`", mend="use files, syntax or import")
+        raise UsageProblem(f"unknown level: `{wrong}`", mend="use files, syntax, link, import or gpu")
     where = flags.host(name, venv, transport, accept_new_host_key)
     from ddtree_deploy.store import Store
 

@@ -69,6 +69,22 @@ def check_lines(checks: tuple[Check, ...], verbose: int = 0) -> list[tuple[str, 
     return lines
 
 
+def oracle_lines(plan: Plan) -> list[tuple[str, str]]:
+    """Lay out what the ABI oracle adds to the checks: tags that differ, and, where it blocks, the set that would not."""
+    verdict = plan.oracle
+    if verdict is None:
+        return []
+    rows = [row for row in verdict.tags if row.differs]
+    lines = [("tag: snapshot | here now | result", "bold")] if rows else []
+    lines += [(f"  {row.name}: {row.source} | {row.target} | {row.result}", "") for row in rows]
+    if verdict.solution is not None:
+        lines += [(f"also needed: {step.text}", "yellow") for step in verdict.solution.steps]
+        lines += [(f"no set mends this: {text}", "red") for text in verdict.solution.unsolved]
+        if verdict.solution.consistent and verdict.solution.steps:
+            lines.append((f"hint: {verdict.solution.command(plan.target)}", "cyan"))
+    return lines
+
+
 def use_lines(uses: tuple[Use, ...]) -> list[str]:
     """Lay out the processes that run from the tree."""
     shown, more = some((f"in use by pid {use.pid} ({use.how}): {use.command}" for use in uses), 5)
@@ -102,6 +118,8 @@ def lay_out(ui: Ui, plan: Plan, files: bool, say: Callable[[str, str], None], ro
         for change in plan.changes:
             origin = f"  ({change.origin})" if change.origin not in ("", "stock") else ""
             say(f"{change.sign} {change.path}{origin}", STYLES.get(change.sign, ""))
+    for line, style in oracle_lines(plan):
+        say(line, style)
     for line, style in check_lines(plan.checks, ui.verbose):
         say(line, style)
     for line in use_lines(plan.uses):
