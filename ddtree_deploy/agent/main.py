@@ -1,5 +1,7 @@
 """Serve requests on stdin/stdout until the pipe ends; the end of the pipe, or silence past the lease, aborts the work."""
 
+from __future__ import annotations
+
 import os
 import queue
 import signal
@@ -12,6 +14,14 @@ from ddtree_deploy.agent import frames, reads, writes
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.paths import HostilePath
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
+
+    from ddtree_deploy.agent.walk import Entry
+
+    Requests = queue.SimpleQueue[tuple[dict[str, Any], bytes] | None]
+
 LEASE = 60.0
 SIGN_OF_LIFE = 5.0
 
@@ -19,22 +29,23 @@ SIGN_OF_LIFE = 5.0
 class Session:
     """One connection: what the handlers share (how to answer, whether to stop, what this process has open)."""
 
-    def __init__(self, fd_in, fd_out, read_only, zip_fd):
+    def __init__(self, fd_in: int, fd_out: int, read_only: bool, zip_fd: int) -> None:
         self.reader = frames.Reader(self._read)
         self.fd_in = fd_in
         self.fd_out = fd_out
         self.read_only = read_only
         self.zip_fd = zip_fd
-        self.push = None  # the open push of this connection: writes.Push
-        self.walked = None  # the newest scan: (root, entries, directories, fingerprint)
-        self.current = None
+        self.push: writes.Push | None = None  # the open push of this connection
+        #: The newest scan: root, entries, directories, fingerprint.
+        self.walked: tuple[str, list[Entry], dict[str, int], str] | None = None
+        self.current: int | None = None
         self.last_heard = time.monotonic()
         self._aborted = threading.Event()
         self._out = threading.Lock()
         self._last_progress = 0.0
         self._last_sign = time.monotonic()
 
-    def _read(self, view):
+    def _read(self, view: memoryview) -> int:
         count = os.readv(self.fd_in, [view])
         self.last_heard = time.monotonic()
         if self.last_heard - self._last_sign > SIGN_OF_LIFE:
@@ -43,16 +54,16 @@ class Session:
             self.send({"pong": True})
         return count
 
-    def aborted(self):
+    def aborted(self) -> bool:
         return self._aborted.is_set()
 
-    def abort(self):
+    def abort(self) -> None:
         self._aborted.set()
 
-    def wait_aborted(self, seconds):
+    def wait_aborted(self, seconds: float) -> bool:
         return self._aborted.wait(seconds)
 
-    def send(self, header, *payload):
+    def send(self, header: dict[str, Any], *payload: bytes) -> None:
         """Write one frame; a dead peer aborts the session instead of raising."""
         size = sum(len(part) for part in payload)
         with self._out:
@@ -61,14 +72,14 @@ class Session:
             except OSError:
                 self.abort()
 
-    def write(self, data):
+    def write(self, data: bytes) -> None:
         """Write raw bytes of a frame; the caller holds `out_lock()`."""
         frames.write_all(self.fd_out, data)
 
-    def out_lock(self):
+    def out_lock(self) -> threading.Lock:
         return self._out
 
-    def progress(self, what, done, total, unit="bytes", item=""):
+    def progress(self, what: str, done: int, total: int, unit: str = "bytes", item: str = "") -> None:
         """Tell how far the current request is, at most ten times a second."""
         now = time.monotonic()
         if now - self._last_progress >= 0.1 or done >= total:
@@ -76,10 +87,10 @@ class Session:
             self.send({"re": self.current, "progress": [what, done, total, unit, os.fsencode(item).decode("utf-8", "replace")]})
 
 
-HANDLERS = {**reads.HANDLERS, **writes.HANDLERS}
+HANDLERS: dict[str, reads.Handler] = {**reads.HANDLERS, **writes.HANDLERS}
 
 
-def _failure(error):
+def _failure(error: BaseException) -> dict[str, Any]:
     if isinstance(error, Failure):
         return {"kind": error.kind, "message": error.message, "mend": error.mend, "causes": error.causes}
     if isinstance(error, HostilePath):
@@ -97,7 +108,7 @@ def _failure(error):
             "causes": traceback.format_exc().splitlines()[-8:]}
 
 
-def _work(session, requests):
+def _work(session: Session, requests: Requests) -> None:
     while True:
         request = requests.get()
         if request is None:
@@ -105,7 +116,7 @@ def _work(session, requests):
         header, payload = request
         session.current = header.get("id")
         try:
-            name = header.get("op")
+            name: str = header.get("op", "")
             handler = HANDLERS.get(name)
             if handler is None:
                 raise Failure("internal", "the agent does not know the request %r" % (name,))
@@ -113,15 +124,15 @@ def _work(session, requests):
                 raise Failure("usage", "the agent was started read-only and refuses `%s`" % name)
             value = frames.unpack(header, payload) if "sha256" in header else None
             result = handler(session, header, value)
-            fields, body = ({}, b"") if "_big" not in result else frames.pack(result.pop("_big"))
+            fields, body = frames.pack(result.pop("_big")) if "_big" in result else ({}, b"")
             session.send({"re": session.current, "ok": True, **result, **fields}, body)
         except BaseException as error:  # the connection must answer every request, also a failed one
-            if isinstance(error, OSError) and error.errno in (28, 122):
+            if isinstance(error, OSError) and error.errno in (28, 122) or getattr(error, "kind", "") == "stale-plan":
                 writes.give_back(session)
             session.send({"re": session.current, "ok": False, "error": _failure(error)})
 
 
-def _watch(session, lease):
+def _watch(session: Session, lease: float) -> None:
     while not session.wait_aborted(1.0):
         if time.monotonic() - session.last_heard > lease:
             session.abort()
@@ -130,10 +141,10 @@ def _watch(session, lease):
     os._exit(3)
 
 
-def serve(fd_in, fd_out, read_only=False, zip_fd=-1, lease=LEASE):
+def serve(fd_in: int, fd_out: int, read_only: bool = False, zip_fd: int = -1, lease: float = LEASE) -> int:
     """Answer requests until end of input; returns the exit status."""
     session = Session(fd_in, fd_out, read_only, zip_fd)
-    requests = queue.SimpleQueue()
+    requests: Requests = queue.SimpleQueue()
     worker = threading.Thread(target=_work, args=(session, requests), daemon=True)
     worker.start()
     threading.Thread(target=_watch, args=(session, lease), daemon=True).start()
@@ -168,7 +179,7 @@ def serve(fd_in, fd_out, read_only=False, zip_fd=-1, lease=LEASE):
     return status
 
 
-def main(zip_fd=-1):
+def main(zip_fd: int = -1) -> NoReturn:
     """Run the agent on this process's stdin and stdout (argv: `rw` or `ro`)."""
     read_only = "rw" not in sys.argv[1:]
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)

@@ -4,6 +4,8 @@ Each handler journals the state it is about to enter. The end of the connection 
 the next try, the partial tree goes, and a switch that was made is the guardian's affair.
 """
 
+from __future__ import annotations
+
 import os
 import time
 import uuid
@@ -12,43 +14,61 @@ from ddtree_deploy.agent import durable, facts, frames, guardian, layout, locks,
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.reads import venv_python
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any, TypeVar
+
+    from ddtree_deploy.agent.main import Session
+    from ddtree_deploy.agent.reads import Handler
+    from ddtree_deploy.agent.walk import Entry
+
+    T = TypeVar("T")
+
 
 class Push:
     """What a connection holds between `begin` and its end."""
 
-    def __init__(self, found, lock_fd, tidy_fd, who):
+    def __init__(self, found: layout.Layout, lock_fd: int, tidy_fd: int, who: dict[str, Any]) -> None:
         self.found = found
         self.fds = [lock_fd, tidy_fd]
         self.lock_fd = lock_fd
         self.who = who
         self.tx = uuid.uuid4().hex[:16]
         self.python = venv_python(found.venv)
-        self.number = None
-        self.journal = {}
-        self.info = {}
-        self.wanted = []
-        self.sources = None
-        self.landing = None
-        self.index = None
-        self.used = set()
+        self.number: int | None = None
+        self.journal: dict[str, Any] = {}
+        self.info: dict[str, Any] = {}
+        self.wanted: list[stage.Wanted] = []
+        self.sources: stage.Sources | None = None
+        self.landing: objects.Landing | None = None
+        self.index: layout.Index | None = None
+        self.used: set[str] = set()
         self.switched = False
         self.keep_incoming = True
         self.keep_generations = 3
         self.fresh_incoming = not os.path.isdir(found.incoming)
 
 
-def _open(session):
+def _open(session: Session) -> Push:
     if session.push is None:
         raise Failure("internal", "this request needs a push that has begun")
     return session.push
 
 
-def create(session, header, _value):
+def _need(value: T | None) -> T:
+    """Return what an earlier request of this push has left; raise Failure when requests come out of their order."""
+    if value is None:
+        raise Failure("internal", "the requests of this push came out of their order")
+    return value
+
+
+def create(_session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Make the venv with an interpreter of the host that has the wanted minor version."""
     return {"_big": venvs.create(os.path.abspath(os.path.expanduser(header["venv"])), header["minor"], header.get("candidates", []))}
 
 
-def begin(session, header, _value):
+def begin(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Take the lock, bring what an earlier run left unfinished to its end, and open a push."""
     if session.push is not None:
         raise Failure("internal", "a push has already begun on this connection")
@@ -71,7 +91,7 @@ def begin(session, header, _value):
     return {"tx": push.tx, "generation": found.live(), "recovered": recovered, "stirred": stirred}
 
 
-def stage_request(session, header, value):
+def stage_request(session: Session, header: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
     """Check the wanted tree, compare the host with the plan's base, and answer which content is missing."""
     push = _open(session)
     push.info = value["info"]
@@ -81,13 +101,13 @@ def stage_request(session, header, value):
     push.sources = stage.gather(push.found, entries, value.get("vouch", []))
     if "delta" in value:
         index = layout.Index.load(os.path.join(push.found.directory(live), "index")) if live is not None else None
-        if index is None or (push.found.info(live) or {}).get("result") != value["delta"]["result"]:
+        if live is None or index is None or (push.found.info(live) or {}).get("result") != value["delta"]["result"]:
             raise Failure("stale-plan", "`%s` is not what the plan was made for" % push.found.site)
         push.wanted = stage.apply_delta(index, value["delta"]["changes"], value["delta"]["gone"])
     else:
         push.wanted = stage.parse_result(value["files"])
     wanted = {row[0]: row[4] for row in push.wanted}
-    _refuse_moved(push, [path for path, known in push.sources.by_path.items() if wanted.get(path) != known[0]])
+    _refuse_moved(push.sources, [path for path, known in push.sources.by_path.items() if wanted.get(path) != known[0]])
     if value.get("base"):
         stage.add_base(push.sources, value["base"]["root"], value["base"]["vouch"])
     need = stage.missing(push.wanted, push.sources, push.found)
@@ -100,14 +120,14 @@ def stage_request(session, header, value):
         raise Failure("no-space", "`%s` has too little space: %s are missing" % (push.found.venv, what))
     push.number = push.found.next_number()
 
-    def place(digest, temporary):
+    def place(digest: str, temporary: str) -> None:
         os.rename(temporary, os.path.join(push.found.incoming, digest))
 
     push.landing = objects.Landing(push.found.incoming, place, expected=need)
     return {"generation": push.number, "_big": sorted(need.items(), key=lambda item: (-item[1], item[0]))}
 
 
-def _still_the_base(session, root, fingerprint):
+def _still_the_base(session: Session, root: str, fingerprint: str) -> list[Entry]:
     """Return the entries of the live tree, which must be what the plan was made for; raise Failure(stale-plan).
 
     The scan of this connection serves as long as no directory changed since; a file that was written to meanwhile is found
@@ -123,54 +143,57 @@ def _still_the_base(session, root, fingerprint):
     return entries
 
 
-def receive(session, header):
+def receive(session: Session, header: dict[str, Any]) -> None:
     """Take a frame of objects (runs on the reading thread, so that the wire is never waited for twice)."""
     if session.push is None or session.push.landing is None:
         raise frames.ProtocolError("objects before a push was staged")
     session.push.landing.receive(session.reader, header)
 
 
-def received(session, header, _value):
+def received(session: Session, _header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Say what arrived: objects, bytes, and the digests whose bytes were something else."""
     push = _open(session)
-    landing = push.landing
+    landing = _need(push.landing)
     if landing.error is not None:
         raise landing.error
     bad, landing.bad = landing.bad, []
     return {"objects": landing.received, "bytes": landing.bytes, "bad": bad}
 
 
-def build(session, header, _value):
+def build(session: Session, _header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Build the new generation's tree from what is here."""
     push = _open(session)
-    root = push.found.tree(push.number)
-    os.makedirs(push.found.directory(push.number))
-    push.index, push.used = stage.build(session, push.found, root, push.wanted, push.sources)
-    stage.keep_bytecode(root, push.index, push.sources)
-    push.journal = switch.write_journal(push.found, push.journal, state="staged", generation=push.number)
-    changed = [path for path, row in push.index.rows.items() if row[0] == "f" and _is_new(push, path, row)]
-    return {"generation": push.number, "root": root, "_big": sorted(changed)}
+    number, sources = _need(push.number), _need(push.sources)
+    root = push.found.tree(number)
+    os.makedirs(push.found.directory(number))
+    push.index, push.used = stage.build(session, push.found, root, push.wanted, sources)
+    stage.keep_bytecode(root, push.index, sources)
+    push.journal = switch.write_journal(push.found, push.journal, state="staged", generation=number)
+    changed = [path for path, row in push.index.rows.items() if row[0] == "f" and _is_new(sources, path, row)]
+    return {"generation": number, "root": root, "_big": sorted(changed)}
 
 
-def _is_new(push, path, row):
-    same = push.sources.by_path.get(path)
+def _is_new(sources: stage.Sources, path: str, row: layout.Row) -> bool:
+    same = sources.by_path.get(path)
     return same is None or same[0] != row[3]
 
 
-def prove_staged(session, header, value):
+def prove_staged(session: Session, header: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
     """Prove the staged tree: hashes of everything (`value.hash`), syntax of `value.sources`, import of `value.modules`."""
     push = _open(session)
-    root = push.found.tree(push.number)
-    out = {"hashed": 0, "vouched": 0, "bad": [], "compiled": 0, "syntax_errors": [], "imports": []}
+    root = push.found.tree(_need(push.number))
+    out: dict[str, Any] = {"hashed": 0, "vouched": 0, "bad": [], "compiled": 0, "syntax_errors": [], "imports": []}
     if value.get("hash"):
-        expected = [[path, row[0], row[1], row[2], row[3]] for path, row in sorted(push.index.rows.items())]
-        stamps = {path: ((row[4], row[5], row[2], row[6], row[7]), row[3]) for path, row in push.index.rows.items()}
+        index = _need(push.index)
+        expected = [[path, row[0], row[1], row[2], row[3]] for path, row in sorted(index.rows.items())]
+        stamps = {path: ((row[4], row[5], row[2], row[6], row[7]), row[3]) for path, row in index.rows.items()}
         entries = walk.walk(root)
         out["hashed"], out["vouched"], out["bad"] = prove.hashes(session, root, expected, stamps, entries)
         if not out["bad"]:
-            stage.stamp(push.index, entries)
+            stage.stamp(index, entries)
         else:
-            _refuse_moved(push, push.sources.by_path)
+            sources = _need(push.sources)
+            _refuse_moved(sources, sources.by_path)
     if value.get("sources"):
         out["compiled"], out["syntax_errors"] = prove.syntax(session, push.python, root, value["sources"])
     if value.get("modules"):
@@ -178,10 +201,10 @@ def prove_staged(session, header, value):
     return {"_big": out}
 
 
-def _refuse_moved(push, paths):
+def _refuse_moved(sources: stage.Sources, paths: Iterable[str]) -> None:
     """Raise Failure(stale-plan) when one of these files of the live tree is not what the scan saw."""
     for path in paths:
-        _digest, root, entry = push.sources.by_path[path]
+        _digest, root, entry = sources.by_path[path]
         try:
             info = os.lstat(os.path.join(root, path))
         except OSError:
@@ -190,7 +213,7 @@ def _refuse_moved(push, paths):
             raise Failure("stale-plan", "`%s` changed since the plan was made" % path)
 
 
-def _imports(session, push, root, header, modules):
+def _imports(session: Session, push: Push, root: str, header: dict[str, Any], modules: list[str]) -> list[dict[str, Any]]:
     live = push.found.live()
     live_root = push.found.site if live is None else push.found.tree(live)
     return prove.imports(
@@ -199,17 +222,18 @@ def _imports(session, push, root, header, modules):
     )
 
 
-def commit(session, header, _value):
+def commit(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Make the proved tree a generation (not yet the live one)."""
     push = _open(session)
     push.journal = switch.write_journal(push.found, push.journal, state="proved")
-    info = {**push.info, **header.get("proved", {}), "number": push.number, "created": locks.utc(), "tx": push.tx, "who": push.who["who"]}
-    stage.consume(push.found, push.found.tree(push.number), push.index, push.used)
-    stage.publish(push.found, push.number, push.index, info)
-    return {"generation": push.number}
+    number, index = _need(push.number), _need(push.index)
+    info = {**push.info, **header.get("proved", {}), "number": number, "created": locks.utc(), "tx": push.tx, "who": push.who["who"]}
+    stage.consume(push.found, push.found.tree(number), index, push.used)
+    stage.publish(push.found, number, index, info)
+    return {"generation": number}
 
 
-def choose(session, header, _value):
+def choose(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Aim a rollback at an existing generation (`generation`, or the one before the live one)."""
     push = _open(session)
     found = push.found
@@ -224,38 +248,39 @@ def choose(session, header, _value):
         raise Failure("usage", "there is no generation %s to go back to" % ("before %d" % live if wanted is None else wanted),
                       mend="generations here: %s" % ", ".join(str(n) for n in numbers))
     push.number = wanted
-    push.journal = switch.write_journal(found, push.journal, state="proved", generation=wanted, snapshot=(found.info(wanted) or {}).get("snapshot", ""))
+    snapshot = (found.info(wanted) or {}).get("snapshot", "")
+    push.journal = switch.write_journal(found, push.journal, state="proved", generation=wanted, snapshot=snapshot)
     return {"generation": wanted, "previous": live}
 
 
-def switch_request(session, header, _value):
+def switch_request(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Start the guardian, then make the generation live. From here on the host goes back by itself unless it is confirmed."""
     push = _open(session)
     found = push.found
-    seconds = float(header["deadline"])
+    number, seconds = _need(push.number), float(header["deadline"])
     push.journal = switch.write_journal(
-        found, push.journal, state="switched", generation=push.number, previous=found.live() or 0, deadline=time.time() + seconds
+        found, push.journal, state="switched", generation=number, previous=found.live() or 0, deadline=time.time() + seconds
     )
     push.switched = True
     try:
         guardian.start(found, push.tx, push.lock_fd, session.zip_fd, push.keep_generations)
         if found.live() is None:
             _adopt(push, bool(header.get("accept_gap")))
-        switch.flip(found, push.number, push.python)
+        switch.flip(found, number, push.python)
     except (OSError, Failure) as error:
         if _taken_back(push, "the switch failed: %s" % error):
             raise
         raise _half_way(error) from None
-    return {"generation": push.number, "previous": push.journal["previous"], "tx": push.tx}
+    return {"generation": number, "previous": push.journal["previous"], "tx": push.tx}
 
 
-def _adopt(push, accept_gap):
+def _adopt(push: Push, accept_gap: bool) -> None:
     found = push.found
     entries = walk.walk(found.site)
-    rows = {}
-    known = {path: (digest, entry) for path, (digest, _root, entry) in push.sources.by_path.items()}
+    rows: dict[str, layout.Row] = {}
+    known = _need(push.sources).by_path
     for entry in entries:
-        digest = entry[8] if entry[1] == "l" else known.get(entry[0], ("",))[0]
+        digest = entry[8] if entry[1] == "l" else known[entry[0]][0] if entry[0] in known else ""
         rows[entry[0]] = (entry[1], entry[2], entry[3], digest, entry[4], entry[5], entry[6], entry[7])
     info = {"number": 0, "created": locks.utc(), "as_found": True, "snapshot": "", "result": "",
             "files": len(rows), "bytes": sum(row[2] for row in rows.values())}
@@ -264,10 +289,10 @@ def _adopt(push, accept_gap):
     switch.adopt(found, accept_gap, info)
 
 
-def probe_live(session, header, value):
+def probe_live(session: Session, header: dict[str, Any], value: list[str] | None) -> dict[str, Any]:
     """Prove the live tree again after the switch, and give the confirmation its deadline."""
     push = _open(session)
-    imports = _imports(session, push, push.found.tree(push.number), header, value) if value else []
+    imports = _imports(session, push, push.found.tree(_need(push.number)), header, value) if value else []
     try:
         push.journal = switch.write_journal(
             push.found, push.journal, state="probed", deadline=time.time() + float(header["confirm_timeout"])
@@ -279,7 +304,7 @@ def probe_live(session, header, value):
     return {"_big": imports}
 
 
-def _taken_back(push, reason):
+def _taken_back(push: Push, reason: str) -> bool:
     """Undo a switch that failed in the middle; tell whether the host is as it was."""
     try:
         return _revert(push, reason) == "reverted" and push.found.live() != push.number
@@ -287,17 +312,17 @@ def _taken_back(push, reason):
         return False
 
 
-def _half_way(error):
+def _half_way(error: Exception) -> Failure:
     return Failure("restore-unconfirmed", "the switch failed half-way, and is taken back as soon as the disk allows it: %s" % error)
 
 
-def revert(session, header, _value):
+def revert(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Decide that the switch is not kept, and wait until the host's ledger says so."""
     push = _open(session)
     return {"outcome": _revert(push, str(header.get("reason", ""))), "live": push.found.live()}
 
 
-def _revert(push, reason):
+def _revert(push: Push, reason: str) -> str | None:
     switch.decide(push.found, push.tx, "reverted", reason)
     deadline = time.monotonic() + 15
     while time.monotonic() < deadline and switch.outcome(push.found, push.tx) is None:
@@ -307,14 +332,14 @@ def _revert(push, reason):
     return switch.outcome(push.found, push.tx)
 
 
-def confirm(session, header, _value):
+def confirm(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Confirm a switch from a fresh connection, and answer what the ledger says."""
     found = layout.locate(header["venv"])
     done = switch.confirm(found, str(header["tx"]), venv_python(found.venv), float(header.get("wait", 20)), session.aborted)
     return {"outcome": done, "live": found.live()}
 
 
-def prune(session, header, _value):
+def prune(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Remove generations that may go; needs the lock, which `begin` took."""
     push = _open(session)
     live = push.found.live()
@@ -322,7 +347,7 @@ def prune(session, header, _value):
     return {"removed": gone, "in_use": {str(number): pids for number, pids in tidy.in_use(push.found).items()}}
 
 
-def release(session, header, _value):
+def release(session: Session, _header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Turn the venv back into an ordinary one that holds the live generation; the other generations go."""
     push = _open(session)
     found = push.found
@@ -339,7 +364,7 @@ def release(session, header, _value):
     return {"generation": live}
 
 
-def abort(session, header, _value):
+def abort(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """End the push without a switch: the partial tree goes, and with `everything` also what was received."""
     push = _open(session)
     push.keep_incoming = push.keep_incoming and not header.get("everything")
@@ -347,13 +372,13 @@ def abort(session, header, _value):
     return {}
 
 
-def give_back(session):
+def give_back(session: Session) -> None:
     """Let a push keep nothing of what it received, where a resumed one would meet the same full disk, or another plan."""
     if session.push is not None:
         session.push.keep_incoming = False
 
 
-def close(session):
+def close(session: Session) -> None:
     """Leave the host as a push that ends here must leave it; called at the end of every connection."""
     push, session.push = session.push, None
     if push is None:
@@ -371,7 +396,7 @@ def close(session):
         _unlock(push)
 
 
-def _tidy_away(push):
+def _tidy_away(push: Push) -> None:
     if push.fresh_incoming and not push.keep_incoming:
         layout.remove(push.found.incoming)
     if not push.switched and push.found.live() is None and not push.found.numbers() and not os.path.isdir(push.found.incoming):
@@ -383,13 +408,13 @@ def _tidy_away(push):
             os.rmdir(push.found.state)
 
 
-def _unlock(push):
+def _unlock(push: Push) -> None:
     for fd in push.fds:
         os.close(fd)
     push.fds = []
 
 
-HANDLERS = {
+HANDLERS: dict[str, Handler] = {
     "create": create,
     "begin": begin,
     "stage": stage_request,
