@@ -12,7 +12,7 @@ from pathlib import Path
 from ddtree_deploy.events import Event, Progress
 from ddtree_deploy.snapshot import take
 from ddtree_deploy.store import Store
-from tests.fixtures.world import World, local
+from tests.fixtures.world import BRIEF, World, local
 
 
 def _emit(event: Event) -> None:
@@ -31,9 +31,9 @@ def main() -> None:
         names = {"ROLE": "controller", "CONFIG": config["killer"], "WRAPPER": ""}
         exec(compile(text, "killer", "exec"), names)
     if config["act"] == "push":
-        world.push(host=host, emit=_emit)
+        world.push(host=host, emit=_emit, options=BRIEF)
     elif config["act"] == "rollback":
-        world.rollback(host=host, emit=_emit)
+        world.rollback(host=host, emit=_emit, seconds=BRIEF.confirm_timeout)
     elif config["act"] == "snapshot":
         print(take(host, store, probe=False, label=config.get("label", ""), emit=_emit).ref.id)
     elif config["act"] == "prune":

@@ -31,7 +31,7 @@ from tests.faults.harness import (
     thin,
 )
 from tests.fixtures.venvs import contents, make_venv, package, site
-from tests.fixtures.world import BASE_PYTHON, World, make_world
+from tests.fixtures.world import BASE_PYTHON, BRIEF, World, make_world
 
 pytestmark = pytest.mark.faults
 
@@ -120,7 +120,7 @@ def test_push_killed_at_every_step(tmp_path: Path, role: str) -> None:
         world, snapshot = lane.world, lane.next
         before = world.live()
         killer = Killer(world.root / "killer", role, kill)
-        hits.append(killed(lane, lambda host: world.push(snapshot, host=host), killer, before, lane.wanted[snapshot]))
+        hits.append(killed(lane, lambda host: world.push(snapshot, host=host, options=BRIEF), killer, before, lane.wanted[snapshot]))
         if world.push(snapshot).already:
             # Nothing to do, and nothing is touched; what is left (after the commit point) goes with the next push.
             rest(world.target)
@@ -130,7 +130,7 @@ def test_push_killed_at_every_step(tmp_path: Path, role: str) -> None:
         settled(world, lane.wanted[lane.next])
         lane.advance()
 
-    points = kill_points(trace.steps(), 32)
+    points = kill_points(trace.steps(), 16)
     in_lanes(lane, points, one)
     report(f"P2 push, {role} killed", steps=len(trace.steps()), tried=len(points), hit=sum(hit is not None for hit in hits))
     assert sum(hit is not None for hit in hits) >= len(points) * 0.8
@@ -153,14 +153,14 @@ def test_first_push_killed_at_every_step(tmp_path: Path, role: str) -> None:
         shutil.rmtree(world.target)
         make_venv(world.target, package("alpha", "1.0", data=20_000), package("beta", "1.0"), package("keep", "1.0", modules=1))
         killer = Killer(world.root / "killer", role, kill)
-        hits.append(killed(lane, lambda host: world.push(host=host), killer, world.old, world.new))
+        hits.append(killed(lane, lambda host: world.push(host=host, options=BRIEF), killer, world.old, world.new))
         world.push()
         rest(world.target)
         assert world.live() == world.new
         world.rollback(0)
         settled(world, world.old)
 
-    points = kill_points(trace.steps(), 32 if role == "agent0" else 8)
+    points = kill_points(trace.steps(), 20 if role == "agent0" else 6)
     in_lanes(lane, points, one)
     report(f"P2 first push, {role} killed", steps=len(trace.steps()), tried=len(points), hit=sum(hit is not None for hit in hits))
     assert sum(hit is not None for hit in hits) >= len(points) * 0.8
@@ -188,7 +188,7 @@ def test_rollback_killed_at_every_step(tmp_path: Path, role: str) -> None:
         aim = 1 if live == 2 else 2
         before, after = world.live(), lane.wanted[lane.snapshots[aim - 1]]
         killer = Killer(world.root / "killer", role, kill)
-        hits.append(killed(lane, lambda host: world.rollback(aim, host=host), killer, before, after))
+        hits.append(killed(lane, lambda host: world.rollback(aim, host=host, seconds=BRIEF.confirm_timeout), killer, before, after))
         if live_generation(world.target) != aim:
             world.rollback(aim)
             settled(world, after)
@@ -257,7 +257,7 @@ def test_controller_killed_at_every_step(tmp_path: Path, act: str) -> None:
         settled(world, after)
 
     steps = [step for step in trace.steps() if step[1] == "tests.emit" or "/store/" in step[4]]
-    points = [{"at": step[0]} for step in thin(steps, 16)]
+    points = [{"at": step[0]} for step in thin(steps, 10)]
     in_lanes(lane, points, one)
     report(f"P2 {act}, controller killed", steps=len(steps), tried=len(points), hit=sum(hit is not None for hit in hits))
     assert sum(hit is not None for hit in hits) >= len(points) * 0.8
@@ -282,7 +282,7 @@ def test_snapshot_killed_at_every_step(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     identity = done.stdout.strip()
     whole = check_store(world, home)
-    points = kill_points(trace.steps(), 24)
+    points = kill_points(trace.steps(), 12)
     hits = []
     for kill in points:
         shutil.rmtree(home)
@@ -311,7 +311,7 @@ def test_snapshot_survives_the_death_of_its_agent(tmp_path: Path) -> None:
 
     take(local(world.source, python=trace.python), Store.open(tmp_path / "first"), probe=False)
     steps = [step for step in trace.steps() if str(world.source) in step[4] or not step[4].startswith("/")]
-    points = thin(steps, 12)
+    points = thin(steps, 6)
     for step in points:
         shutil.rmtree(host_home, ignore_errors=True)
         store = Store.open(host_home)
@@ -345,7 +345,7 @@ def test_cache_prune_killed_at_every_step(tmp_path: Path) -> None:
     trace = Killer(tmp_path / "trace", "controller", None, trace=True)
     assert _controller(world, "prune", trace, "", fresh(), world.source).returncode == 0
     whole = check_store(world, tmp_path / "store")
-    points = kill_points(trace.steps(), 12) + [{"at": n} for n in thin(range(1, len(trace.steps()) + 1), 8)]
+    points = kill_points(trace.steps(), 12)
     hits = []
     for kill in points:
         at = fresh()

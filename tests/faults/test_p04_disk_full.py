@@ -17,7 +17,7 @@ from ddtree_deploy.store import Store
 from tests.faults.harness import ROOT_ONLY, check_objects, litter, outcome, report, rest, thin
 from tests.faults.mounts import fill, fill_inodes, free, tmpfs
 from tests.fixtures.venvs import make_venv, package
-from tests.fixtures.world import World, local, make_world
+from tests.fixtures.world import BRIEF, World, local, make_world
 
 pytestmark = [pytest.mark.faults, ROOT_ONLY]
 MIB = 1 << 20
@@ -100,7 +100,7 @@ def test_a_disk_that_fills_up_at_any_step_fails_clean(big: World, tmp_path: Path
             world = at(big, old_venv(disk / "venv"))
             before = free(disk)
             emit, undo = _fill_at(disk, what, point)
-            done, error = outcome(lambda world=world, emit=emit: world.push(emit=emit))
+            done, error = outcome(lambda world=world, emit=emit: world.push(emit=emit, options=BRIEF))
             name = "done" if error is None else type(error).__name__
             results[name] = results.get(name, 0) + 1
             try:
