@@ -1,9 +1,10 @@
-"""Gather what decides whether a Python environment loads here: its ELF files, its metadata, and the libraries around
-it.
+"""Gather what decides whether a Python environment loads here: its ELF files, its metadata, the libraries around it.
 
 `collect` answers with plain data (JSON). It imports no torch, writes nothing, and judges nothing: the controller
 composes the facts of two hosts into the tree that would result, and judges that (`ddtree_deploy.abi`).
 """
+
+from __future__ import annotations
 
 import ast
 import base64
@@ -15,6 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ddtree_deploy.agent import dists, elf, host_facts, torch_preload
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Any
+
+    Facts = dict[str, Any]
+
+
 SCHEMA = 1
 EXAMPLES = 40
 READERS = 4  # a cold disk answers four readers twice as fast as one; the memory of one stays
@@ -23,7 +32,13 @@ EXTENSION = re.compile(r"\.(?:abi3|cpython-\d+[a-z]*(?:-[\w-]+)?)\.so$")
 STAMPED = ("libnccl.so.", "libnvshmem_host.so.", "libcusparseLt.so.", "libcudnn_graph.so.")
 
 
-def collect(root, python=None, env=None, sonames=(), home=None):
+def collect(
+    root: str,
+    python: str | None = None,
+    env: Mapping[str, str] | None = None,
+    sonames: Sequence[str] = (),
+    home: str | None = None,
+) -> Facts:
     """Return `{"schema", "tree", "host", "system"}` for the site-packages at `root`.
 
     `python` is the venv's interpreter (default: the one that runs this); `env` is laid over this process's environment
@@ -35,7 +50,7 @@ def collect(root, python=None, env=None, sonames=(), home=None):
     found = tree(root)
     host = host_facts.host(root, python, env, home)
     wanted = set(sonames)
-    dirs = []
+    dirs: list[str] = []
     for path, facts in found["files"].items():
         wanted.update(facts["needed"])
         origin = os.path.dirname(os.path.join(found["root"], path))
@@ -43,13 +58,13 @@ def collect(root, python=None, env=None, sonames=(), home=None):
     return {"schema": SCHEMA, "tree": found, "host": host, "system": system(wanted, host, env, dirs)}
 
 
-def _packed(facts):
+def _packed(facts: Facts) -> Facts:
     for key in ("defines", "undefined", "weak"):
         facts[key] = pack(facts[key])
     return facts
 
 
-def pack(names):
+def pack(names: list[str]) -> Any:
     """Pack a list of strings for the wire; short lists stay readable. `abi.model.unpack` reads both."""
     if len(names) < 64:
         return names
@@ -63,7 +78,7 @@ def pack(names):
     return {"n": len(names), "z": base64.b64encode(b"".join(parts)).decode("ascii")}
 
 
-def expand(entries, origin):
+def expand(entries: Iterable[str], origin: str) -> list[str]:
     """Expand `$ORIGIN` and `$LIB` in RPATH entries; return absolute normalised directories (ld.so(8))."""
     out = []
     for entry in entries:
@@ -74,11 +89,11 @@ def expand(entries, origin):
     return out
 
 
-def tree(root):
+def tree(root: str) -> Facts:
     """Return the facts of one site-packages: ELF files by relative path, distributions, torch's preloads."""
     root = os.path.realpath(root)
     sizes, links, objects, hardlinks = _walk(root)
-    files = {}
+    files: dict[str, Facts] = {}
     largest = sorted(objects, key=lambda path: -sizes[path])
     with ThreadPoolExecutor(READERS) as pool:
         for path, facts in zip(largest, pool.map(lambda path: _object(root, path), largest)):
@@ -107,17 +122,20 @@ def tree(root):
     }
 
 
-def _object(root, path):
+def _object(root: str, path: str) -> Facts:
     return _packed(elf.read(os.path.join(root, path), stamp=path.rsplit("/", 1)[-1].startswith(STAMPED)))
 
 
-def _should_be_elf(facts, path):
+def _should_be_elf(facts: Facts, path: str) -> bool:
     """Tell a damaged shared object from a text file that is merely named like one (linker scripts exist)."""
     return (facts["problems"] and facts["problems"][0] != "not an ELF file") or path.endswith((".abi3.so", "-gnu.so"))
 
 
-def _walk(root):
-    sizes, links, objects, hardlinks = {}, [], [], 0
+def _walk(root: str) -> tuple[dict[str, int], list[list[str]], list[str], int]:
+    sizes: dict[str, int] = {}
+    links: list[list[str]] = []
+    objects: list[str] = []
+    hardlinks = 0
     stack = [""]
     while stack:
         prefix = stack.pop()
@@ -149,12 +167,15 @@ def _walk(root):
     return sizes, sorted(links), sorted(objects), hardlinks
 
 
-def _distributions(root, sizes):
+def _distributions(root: str, sizes: dict[str, int]) -> tuple[list[Facts], dict[str, list[str]]]:
     """Return the distributions and {path: [dist-info directories]}; RECORD is compared by size only, never by hash."""
-    out, owners = [], {}
+    out: list[Facts] = []
+    owners: dict[str, list[str]] = {}
     for dist in dists.read_distributions(root):
         recorded = _record_sizes(os.path.join(root, dist["dir"], "RECORD"))
-        owns, missing, resized = [], [], []
+        owns: list[str] = []
+        missing: list[str] = []
+        resized: list[str] = []
         for path, size in recorded.items():
             if path.startswith("../") or path.endswith(".pyc"):
                 continue
@@ -174,14 +195,14 @@ def _distributions(root, sizes):
     return out, owners
 
 
-def _sample(paths):
+def _sample(paths: list[str]) -> Facts:
     """Keep shared objects first, then source: they are what a verdict is made of."""
     ordered = sorted(paths, key=lambda path: (".so" not in path, not path.endswith(".py"), path))
     return {"count": len(paths), "examples": ordered[:EXAMPLES]}
 
 
-def _record_sizes(path):
-    out = {}
+def _record_sizes(path: str) -> dict[str, int | None]:
+    out: dict[str, int | None] = {}
     try:
         with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
             for line in file:
@@ -194,7 +215,7 @@ def _record_sizes(path):
     return out
 
 
-def _code_versions(root):
+def _code_versions(root: str) -> dict[str, str]:
     """Return {package: version} as the code says it (a top-level `__version__ = "..."`), without importing."""
     out = {}
     for package in (
@@ -216,7 +237,7 @@ def _code_versions(root):
     return out
 
 
-def _dunder_version(path):
+def _dunder_version(path: str) -> str | None:
     try:
         with open(path, "rb") as file:
             module = ast.parse(file.read(1 << 20))
@@ -235,7 +256,7 @@ def _dunder_version(path):
 # --- libraries of the system ----------------------------------------------------------------------------------------
 
 
-def system(wanted, host, env, dirs=()):
+def system(wanted: Iterable[str], host: Facts, env: Mapping[str, str], dirs: Iterable[str] = ()) -> Facts:
     """Return the libraries outside the tree that the loader could use for `wanted` sonames, transitively.
 
     `search` are LD_LIBRARY_PATH's directories; `cache` maps a soname to what ld.so.cache or the trusted directories
@@ -245,17 +266,13 @@ def system(wanted, host, env, dirs=()):
     preloads = [path for path in env.get("LD_PRELOAD", "").replace(":", " ").split() if path]
     interpreter = os.path.realpath(host["python"]["executable"])
     known = host_facts.ld_cache()
-    files, cache = {}, {}
+    files: dict[str, Facts] = {}
+    cache: dict[str, str] = {}
     program = _packed(elf.read(interpreter))
     files[interpreter] = program
     extra = sorted(set(dirs) | set(expand(program["rpath"] + program["runpath"], os.path.dirname(interpreter))))
-    todo = (
-        list(wanted)
-        + program["needed"]
-        + ["libcuda.so.1", "libnvidia-ml.so.1", "libstdc++.so.6", "libc.so.6"]
-        + preloads
-    )
-    seen = set()
+    todo = list(wanted) + program["needed"] + ["libcuda.so.1", "libnvidia-ml.so.1", "libstdc++.so.6", "libc.so.6"] + preloads
+    seen: set[str] = set()
     while todo:
         soname = todo.pop()
         if soname in seen:

@@ -7,9 +7,19 @@ Sources: the ELF-64 specification, the LSB chapter on symbol versioning, `elf.h`
 NVIDIA; the fields used here were checked against `cuobjdump --list-elf`.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import struct
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    Facts = dict[str, Any]
+
 
 MACHINES = {3: "i386", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64", 21: "ppc64le", 22: "s390x"}
 
@@ -44,7 +54,7 @@ class _Damaged(Exception):
     """A structure points outside the file or is not what it must be."""
 
 
-def read(path, stamp=False):
+def read(path: str, stamp: bool = False) -> Facts:
     """Read one file and return its facts as plain data; never raise for what the file contains.
 
     Keys: `size`, `machine`, `kind` (`dyn`, `exec`, `rel`, `other`, or None for what is no ELF file), `soname`,
@@ -53,7 +63,7 @@ def read(path, stamp=False):
     `sm_90a`, `compute_80`; None when there is a fatbin that can not be read), `stamp` (CUDA toolkit named in the file,
     with `stamp=True`), `problems` (what is wrong, in words).
     """
-    facts = {
+    facts: Facts = {
         "size": 0, "machine": None, "kind": None, "soname": None, "needed": [], "rpath": [], "runpath": [],
         "defines": [], "undefined": [], "weak": [], "verneed": {}, "verdef": [], "archs": [], "problems": [],
     }  # fmt: skip
@@ -71,13 +81,13 @@ def read(path, stamp=False):
     return facts
 
 
-def _not_elf(head, size):
+def _not_elf(head: bytes, size: int) -> str:
     if size == 0:
         return "empty file"
     return "zero-filled: no ELF header" if not head.strip(b"\0") else "not an ELF file"
 
 
-def _read_into(facts, fd, size, stamp):
+def _read_into(facts: Facts, fd: int, size: int, stamp: bool) -> None:
     try:
         image = _Image(fd, size)
     except (_Damaged, struct.error) as error:
@@ -102,8 +112,9 @@ def _read_into(facts, fd, size, stamp):
 class _Image:
     """Header, segments and sections of one file; offsets are checked here and nowhere else."""
 
-    def __init__(self, fd, size):
-        self.fd, self.size, self.problems = fd, size, []
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd, self.size = fd, size
+        self.problems: list[str] = []
         head = self.at(0, 64)
         if head[4] != 2 or head[5] != 1:
             raise _Damaged("not a 64-bit little-endian file")
@@ -112,7 +123,8 @@ class _Image:
         self.machine = MACHINES.get(machine, "machine %d" % machine)
         phoff, shoff = struct.unpack_from("<QQ", head, 32)
         phentsize, phnum, shentsize, shnum, shstrndx = struct.unpack_from("<HHHHH", head, 54)
-        self.loads, self.dynamic = [], None
+        self.loads: list[tuple[int, int, int]] = []
+        self.dynamic: tuple[int, int] | None = None
         for index in range(phnum):
             ptype, _flags, offset, vaddr, _paddr, filesz, _memsz, _align = struct.unpack_from(
                 "<IIQQQQQQ", self.at(phoff + index * phentsize, 56)
@@ -126,7 +138,7 @@ class _Image:
             self.problems.append("truncated: segments end at byte %d of %d" % (end, size))
         self.sections = self._sections(shoff, shentsize, shnum, shstrndx)
 
-    def at(self, offset, length):
+    def at(self, offset: int, length: int) -> bytes:
         if offset < 0 or offset + length > self.size:
             raise _Damaged("bytes %d..%d lie outside the file of %d" % (offset, offset + length, self.size))
         data = os.pread(self.fd, length, offset)
@@ -134,13 +146,13 @@ class _Image:
             raise _Damaged("the file shrank while it was read")
         return data
 
-    def offset(self, vaddr):
+    def offset(self, vaddr: int) -> int:
         for start, filesz, offset in self.loads:
             if start <= vaddr < start + filesz:
                 return offset + vaddr - start
         raise _Damaged("address 0x%x is in no segment" % vaddr)
 
-    def _sections(self, shoff, shentsize, shnum, shstrndx):
+    def _sections(self, shoff: int, shentsize: int, shnum: int, shstrndx: int) -> dict[bytes, tuple[int, int]]:
         """Return {name: (offset, size)}; an unreadable table is a problem, an absent one is not."""
         if not shoff or not shnum:
             return {}
@@ -158,23 +170,26 @@ class _Image:
         except _Damaged as error:
             self.problems.append("truncated: %s" % error)
             return {}
-        out = {}
+        out: dict[bytes, tuple[int, int]] = {}
         for name, kind, _flags, _addr, offset, size in rows:
             if kind != 8 and name < len(names):  # 8 is SHT_NOBITS: it has no bytes in the file
                 out.setdefault(names[name : names.find(b"\0", name)], (offset, size))
         return out
 
 
-def _text(raw):
+def _text(raw: bytes) -> str:
     return raw.decode("utf-8", "backslashreplace")
 
 
-def _dynamic(facts, image):
+def _dynamic(facts: Facts, image: _Image) -> None:
     if image.dynamic is None:
         return
     offset, length = image.dynamic
-    tags = {}
-    needed, soname, rpath, runpath = [], None, None, None
+    tags: dict[int, int] = {}
+    needed: list[int] = []
+    soname: int | None = None
+    rpath: int | None = None
+    runpath: int | None = None
     for tag, value in struct.iter_unpack("<QQ", image.at(offset, length - length % 16)):
         if tag == 0:
             break
@@ -198,13 +213,13 @@ def _dynamic(facts, image):
     start = image.offset(tags[DT_STRTAB])
     strings = image.at(start, min(tags.get(DT_STRSZ, 0), image.size - start))
 
-    def string(index):
+    def string(index: int) -> str:
         end = strings.find(b"\0", index)
         if index >= len(strings) or end < 0 or end - index > MAX_NAME:
             raise _Damaged("string %d is not in the string table" % index)
         return _text(strings[index:end])
 
-    def paths(index):
+    def paths(index: int | None) -> list[str]:
         return [] if index is None else [part for part in string(index).split(":") if part]
 
     facts["needed"] = [string(index) for index in needed]
@@ -213,7 +228,7 @@ def _dynamic(facts, image):
     if facts["kind"] == "dyn" and not facts["needed"] and DT_SYMTAB not in tags:
         facts["problems"].append("zero-filled: neither needed libraries nor symbols")
         return
-    versions = {}
+    versions: dict[int, str] = {}
     if DT_VERNEED in tags:
         _verneed(facts, image, string, tags, versions)
     if DT_VERDEF in tags:
@@ -222,7 +237,7 @@ def _dynamic(facts, image):
         _symbols(facts, image, strings, tags, versions)
 
 
-def _verneed(facts, image, string, tags, versions):
+def _verneed(facts: Facts, image: _Image, string: Callable[[int], str], tags: dict[int, int], versions: dict[int, str]) -> None:
     offset = image.offset(tags[DT_VERNEED])
     for _ in range(min(tags.get(DT_VERNEEDNUM, 0), 4096)):
         _version, count, file, aux, following = struct.unpack("<HHIII", image.at(offset, 16))
@@ -241,7 +256,7 @@ def _verneed(facts, image, string, tags, versions):
         offset += following
 
 
-def _verdef(facts, image, string, tags, versions):
+def _verdef(facts: Facts, image: _Image, string: Callable[[int], str], tags: dict[int, int], versions: dict[int, str]) -> None:
     offset = image.offset(tags[DT_VERDEF])
     for _ in range(min(tags.get(DT_VERDEFNUM, 0), 65536)):
         _version, flags, index, count, _hash, aux, following = struct.unpack("<HHHHIII", image.at(offset, 20))
@@ -255,17 +270,18 @@ def _verdef(facts, image, string, tags, versions):
         offset += following
 
 
-def _symbol_count(image, tags, table):
+def _symbol_count(image: _Image, tags: dict[int, int], table: int) -> int:
     if DT_HASH in tags:
-        return struct.unpack("<II", image.at(image.offset(tags[DT_HASH]), 8))[1]
+        _nbucket, nchain = struct.unpack("<II", image.at(image.offset(tags[DT_HASH]), 8))
+        return int(nchain)
     if DT_GNU_HASH in tags:
         at = image.offset(tags[DT_GNU_HASH])
         nbuckets, first, bloom, _shift = struct.unpack("<IIII", image.at(at, 16))
         at += 16 + 8 * bloom
         buckets = struct.unpack("<%dI" % nbuckets, image.at(at, 4 * nbuckets))
-        last = max(buckets, default=0)
+        last: int = max(buckets, default=0)
         if last < first:
-            return first
+            return int(first)
         chain = at + 4 * nbuckets + 4 * (last - first)
         while not struct.unpack("<I", image.at(chain, 4))[0] & 1:
             chain += 4
@@ -275,11 +291,11 @@ def _symbol_count(image, tags, table):
     return size // 24 if offset == table else 0
 
 
-def _symbols(facts, image, strings, tags, versions):
+def _symbols(facts: Facts, image: _Image, strings: bytes, tags: dict[int, int], versions: dict[int, str]) -> None:
     table = image.offset(tags[DT_SYMTAB])
     count = _symbol_count(image, tags, table)
     rows = image.at(table, 24 * count)
-    versym = ()
+    versym: tuple[int, ...] = ()
     if DT_VERSYM in tags:
         raw = image.at(image.offset(tags[DT_VERSYM]), 2 * count)
         versym = struct.unpack("<%dH" % count, raw)
@@ -313,8 +329,9 @@ def _symbols(facts, image, strings, tags, versions):
             defines.append(text)
 
 
-def _fatbins(facts, image):
-    found, seen, damage = set(), False, None
+def _fatbins(facts: Facts, image: _Image) -> None:
+    found: set[str] = set()
+    seen, damage = False, None
     # What `__nv_relfatbin` holds went through the device linker into `.nv_fatbin`, not always for every architecture.
     for name in (b".nv_fatbin",) if b".nv_fatbin" in image.sections else (b"__nv_relfatbin",):
         if name not in image.sections:
@@ -336,7 +353,7 @@ def _fatbins(facts, image):
             facts["archs"] = None
 
 
-def _walk_fatbin(image, at, end, found):
+def _walk_fatbin(image: _Image, at: int, end: int, found: set[str]) -> str | None:
     """Add the architectures of the containers in bytes at..end to `found`; return what is damaged, or None."""
     damage = None
     while at + 16 <= end:
@@ -365,7 +382,7 @@ def _walk_fatbin(image, at, end, found):
     return damage
 
 
-def _next_magic(image, at, end):
+def _next_magic(image: _Image, at: int, end: int) -> int:
     while at < end:
         chunk = image.at(at, min(CHUNK, end - at))
         hit = chunk.find(FATBIN_MAGIC)
@@ -375,15 +392,15 @@ def _next_magic(image, at, end):
     return end
 
 
-def _arch_order(arch):
+def _arch_order(arch: str) -> tuple[bool, int, str]:
     kind, _, rest = arch.partition("_")
     return kind != "sm", int(rest.rstrip("af")), rest
 
 
-def _toolkit(image):
+def _toolkit(image: _Image) -> str | None:
     """Return the CUDA toolkit (`13.0`) that the read-only data names most often, or None. A hint, not a proof."""
     offset, size = image.sections.get(b".rodata", (0, 0))
-    tally = {}
+    tally: dict[str, int] = {}
     end = min(offset + size, offset + STAMP_LIMIT, image.size)
     for at in range(offset, end, CHUNK):
         for match in TOOLKIT_STAMP.finditer(image.at(at, min(CHUNK, end - at))):

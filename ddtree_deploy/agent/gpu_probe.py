@@ -4,6 +4,8 @@ The link closure proves that files load; a missing architecture, a wrong driver 
 a kernel runs. The programs below are run by the environment's interpreter; this module needs the standard library only.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import signal
@@ -11,6 +13,14 @@ import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    Env = Mapping[str, str]
+
 
 PRELUDE = """
 import json, os, sys
@@ -71,6 +81,7 @@ SGL_KERNEL = (
     PRELUDE
     + """
 import sgl_kernel
+
 x = torch.randn(8, 256, device="cuda", dtype=torch.bfloat16)
 out = torch.empty(8, 128, device="cuda", dtype=torch.bfloat16)
 sgl_kernel.silu_and_mul(x, out)
@@ -88,12 +99,12 @@ OPERATIONS = {
 }
 
 
-def probe(root, python, env=None, timeout=180):
+def probe(root: str, python: str, env: Mapping[str, str] | None = None, timeout: float = 180) -> dict[str, Any]:
     """Return `{"skipped", "gpus", "rows"}` for the tree at `root`, run by `python`; nothing outlives the call.
 
     A row is `{"gpu", "op", "ok", "seconds", "error", "skipped"}`. `skipped` at the top says why nothing ran at all.
     """
-    env = dict(os.environ, **(env or {}))
+    env = {**os.environ, **(env or {})}
     with tempfile.TemporaryDirectory(prefix="ddtree-gpu-probe-") as scratch:
         gpus, reason = _count(root, python, env, scratch, timeout)
         if not gpus:
@@ -103,7 +114,7 @@ def probe(root, python, env=None, timeout=180):
         return {"skipped": None, "gpus": gpus, "rows": [row for rows in done for row in rows]}
 
 
-def _count(root, python, env, scratch, timeout):
+def _count(root: str, python: str, env: Env, scratch: str, timeout: float) -> tuple[list[dict[str, Any]], str | None]:
     if not os.path.isdir(os.path.join(root, "torch")):
         return [], "there is no torch in this tree"
     outcome, output = _run(root, python, env, scratch, timeout, COUNT)
@@ -116,9 +127,9 @@ def _count(root, python, env, scratch, timeout):
     return gpus, None if gpus else "torch sees no GPU"
 
 
-def _each(root, python, env, scratch, timeout, index):
+def _each(root: str, python: str, env: Env, scratch: str, timeout: float, index: int) -> list[dict[str, Any]]:
     visible = [part for part in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, (package, program) in OPERATIONS.items():
         row = {"gpu": index, "op": name, "ok": True, "seconds": 0.0, "error": "", "skipped": ""}
         rows.append(row)
@@ -134,7 +145,7 @@ def _each(root, python, env, scratch, timeout, index):
     return rows
 
 
-def _run(root, python, env, cache, timeout, program):
+def _run(root: str, python: str, env: Env, cache: str, timeout: float, program: str) -> tuple[str, str]:
     """Run a program in a group of its own; return (what went wrong or "", output). A signal is a failure."""
     env = dict(env, TRITON_CACHE_DIR=cache, TORCHINDUCTOR_CACHE_DIR=cache, PYTHONDONTWRITEBYTECODE="1")
     argv = [python, "-B", "-c", program, root]

@@ -1,5 +1,7 @@
 """Facts of a host beside its files: interpreter, libc, driver, GPUs, environment, mounts, JIT caches, compilers."""
 
+from __future__ import annotations
+
 import glob
 import json
 import os
@@ -9,6 +11,14 @@ import subprocess
 import sys
 
 from ddtree_deploy.agent import elf
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    Facts = dict[str, Any]
+
 
 ENVIRONMENT = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "CUDA_HOME", "CUDA_PATH", "CUDA_VISIBLE_DEVICES", "PATH")
 CACHES = (
@@ -27,7 +37,7 @@ MAX_CACHE_OBJECTS = 200
 TRUSTED_DIRS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
 
 
-def host(root, python, env, home):
+def host(root: str, python: str | None, env: Mapping[str, str], home: str) -> Facts:
     """Return the facts of this host for the environment at `root`, as plain data; missing things are None or empty."""
     return {
         "python": interpreter(python),
@@ -39,9 +49,7 @@ def host(root, python, env, home):
         "env": {name: env[name] for name in ENVIRONMENT if env.get(name)},
         "ld_so_conf": _ld_so_conf(),
         "shadowing": _shadowing(env),
-        "mounts": {
-            name: mount_of(path) for name, path in (("site", root), ("tmp", env.get("TMPDIR", "/tmp")), ("home", home))
-        },
+        "mounts": {name: mount_of(path) for name, path in (("site", root), ("tmp", env.get("TMPDIR", "/tmp")), ("home", home))},
         "disk": _disk(root),
         "owner": _owner(root),
         "caches": caches(env, home),
@@ -50,12 +58,13 @@ def host(root, python, env, home):
     }
 
 
-def interpreter(python):
+def interpreter(python: str | None) -> Facts:
     """Return version, tag, EXT_SUFFIX and path of the venv's interpreter, asked from itself (PEP 425, PEP 3149)."""
     argv = [python or sys.executable, "-I", "-S", "-c", PROBE_PYTHON]
     try:
         done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=30, check=True)
-        return json.loads(done.stdout)
+        answer: Facts = json.loads(done.stdout)
+        return answer
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         return {
             "version": None, "tag": None, "ext_suffix": None, "free_threaded": False,
@@ -63,14 +72,14 @@ def interpreter(python):
         }  # fmt: skip
 
 
-def _glibc():
+def _glibc() -> str | None:
     try:
-        return os.confstr("CS_GNU_LIBC_VERSION").split()[1]
+        return (os.confstr("CS_GNU_LIBC_VERSION") or "").split()[1]
     except (AttributeError, ValueError, OSError, IndexError):
         return None
 
 
-def _read(path):
+def _read(path: str) -> str | None:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -78,12 +87,12 @@ def _read(path):
         return None
 
 
-def driver():
+def driver() -> Facts:
     """Return the driver's kernel side (`/proc/driver/nvidia/version`), its library side, and the CUDA that it speaks.
 
     A container sees the host's kernel module and its own `libcuda.so`; when they differ nothing works (NVML error 18).
     """
-    out = {"kernel": None, "user": None, "libcuda": None, "cuda": None, "error": None}
+    out: Facts = {"kernel": None, "user": None, "libcuda": None, "cuda": None, "error": None}
     match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", _read("/proc/driver/nvidia/version") or "")
     out["kernel"] = match.group(1) if match else None
     path = _loaded_path("libcuda.so.1")
@@ -94,7 +103,7 @@ def driver():
     return out
 
 
-def _loaded_path(soname):
+def _loaded_path(soname: str) -> str | None:
     dirs = [d for d in os.environ.get("LD_LIBRARY_PATH", "").split(":") if d]
     for directory in dirs:
         if os.path.isfile(os.path.join(directory, soname)):
@@ -105,9 +114,9 @@ def _loaded_path(soname):
     return next((p for d in TRUSTED_DIRS for p in [os.path.join(d, soname)] if os.path.isfile(p)), None)
 
 
-def ld_cache(path="/etc/ld.so.cache"):
+def ld_cache(path: str = "/etc/ld.so.cache") -> dict[str, str]:
     """Return {soname: path} of a glibc-ld.so.cache1.1 file, 64-bit entries without hardware condition, first wins."""
-    out = {}
+    out: dict[str, str] = {}
     try:
         with open(path, "rb") as file:
             data = file.read()
@@ -121,9 +130,7 @@ def ld_cache(path="/etc/ld.so.cache"):
             hardware = int.from_bytes(data[at + 16 : at + 24], "little")
             if hardware or flags & 0xFF00 == 0 or key >= len(data) or value >= len(data):
                 continue
-            name, target = (
-                data[start + at : data.find(b"\0", start + at)].decode("utf-8", "replace") for at in (key, value)
-            )
+            name, target = (data[start + at : data.find(b"\0", start + at)].decode("utf-8", "replace") for at in (key, value))
             out.setdefault(name, target)
     except OSError:
         pass
@@ -134,6 +141,7 @@ def ld_cache(path="/etc/ld.so.cache"):
 
 NVML_PROBE = """
 import ctypes, json
+
 nvml = ctypes.CDLL("libnvidia-ml.so.1")
 code = nvml.nvmlInit_v2()
 out = {"error": code, "gpus": []}
@@ -159,13 +167,13 @@ print(json.dumps(out))
 """
 
 
-def gpus():
+def gpus() -> Facts:
     """Return `{"list": [{index, name, cc, memory}], "driver", "cuda", "from", "error"}` from NVML, else from
     nvidia-smi.
 
     NVML runs in a process of its own: a library that does not fit the kernel module may crash it.
     """
-    out = {"list": [], "driver": None, "cuda": None, "from": None, "error": None}
+    out: Facts = {"list": [], "driver": None, "cuda": None, "from": None, "error": None}
     if _loaded_path("libnvidia-ml.so.1"):
         try:
             argv = [sys.executable, "-I", "-S", "-c", NVML_PROBE]
@@ -203,8 +211,8 @@ def gpus():
 # --- environment, file systems ---------------------------------------------------------------------------------------
 
 
-def _ld_so_conf():
-    out = []
+def _ld_so_conf() -> list[str]:
+    out: list[str] = []
     for path in ["/etc/ld.so.conf", *sorted(glob.glob("/etc/ld.so.conf.d/*.conf"))]:
         for line in (_read(path) or "").splitlines():
             line = line.split("#", 1)[0].strip()
@@ -213,7 +221,7 @@ def _ld_so_conf():
     return out
 
 
-def _shadowing(env):
+def _shadowing(env: Mapping[str, str]) -> list[list[str]]:
     """Return PYTHONPATH entries that hold packages which a venv's site-packages should provide."""
     out = []
     for entry in env.get("PYTHONPATH", "").split(":"):
@@ -223,7 +231,7 @@ def _shadowing(env):
     return out
 
 
-def mount_of(path, mountinfo=None):
+def mount_of(path: str, mountinfo: str | None = None) -> Facts | None:
     """Return `{"point", "fs", "options"}` of the mount that holds `path` (proc(5), mountinfo)."""
     if mountinfo is None:
         mountinfo = _read("/proc/self/mountinfo") or ""
@@ -241,7 +249,7 @@ def mount_of(path, mountinfo=None):
     return best
 
 
-def _disk(root):
+def _disk(root: str) -> Facts | None:
     try:
         info = os.statvfs(root)
     except OSError:
@@ -249,7 +257,7 @@ def _disk(root):
     return {"free_bytes": info.f_bavail * info.f_frsize, "free_inodes": info.f_favail}
 
 
-def _owner(root):
+def _owner(root: str) -> Facts | None:
     try:
         info = os.stat(root)
     except OSError:
@@ -257,7 +265,7 @@ def _owner(root):
     return {"uid": info.st_uid, "mode": "%o" % (info.st_mode & 0o7777)}
 
 
-def caches(env, home):
+def caches(env: Mapping[str, str], home: str) -> list[Facts]:
     """Return the JIT caches that exist, with their shared objects (at most 200): what they need, for which GPU."""
     out = []
     user = os.path.basename(home) or "root"
@@ -268,7 +276,8 @@ def caches(env, home):
         path = os.path.expandvars(base or default.format(user=user).replace("~", home, 1))
         if not os.path.isdir(path):
             continue
-        objects, count = [], 0
+        objects: list[Facts] = []
+        count = 0
         for directory, _names, files in os.walk(path):
             count += len(files)
             for name in files:
@@ -281,9 +290,9 @@ def caches(env, home):
     return out
 
 
-def tools(env):
+def tools(env: Mapping[str, str]) -> Facts:
     """Return `{"nvcc": {"path", "version"}, ...}` for what a JIT would pick: CUDA_HOME first, then PATH."""
-    out = {}
+    out: Facts = {}
     search = env.get("PATH", os.defpath).split(":")
     cuda = env.get("CUDA_HOME") or env.get("CUDA_PATH")
     for name, dirs, pattern in (
@@ -299,9 +308,7 @@ def tools(env):
         out[name] = None
         if path:
             try:
-                done = subprocess.run(
-                    [path, "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20, check=False
-                )
+                done = subprocess.run([path, "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20, check=False)
                 match = re.search(pattern, done.stdout.decode("utf-8", "replace"))
             except (OSError, subprocess.SubprocessError):
                 match = None
@@ -309,7 +316,7 @@ def tools(env):
     return out
 
 
-def users(root):
+def users(root: str) -> list[Facts]:
     """Return the processes that have files of this tree mapped: `{"pid", "command", "deleted"}` (proc(5))."""
     root = os.path.realpath(root)
     out = []

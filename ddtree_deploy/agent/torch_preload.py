@@ -5,11 +5,21 @@ The list and the order belong to a torch release and decide which of two CUDA ma
 parsed from the tree at hand (by its syntax tree; nothing is run).
 """
 
+from __future__ import annotations
+
 import ast
 import os
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
-def read(root):
+    Item = list[Any]
+    Functions = dict[str, ast.FunctionDef]
+    Tables = dict[str, list[list[str]]]
+
+
+def read(root: str) -> dict[str, Any] | None:
     """Return what `import torch` preloads, read from this tree's `torch/__init__.py`; None when it can not be
     recognised.
 
@@ -28,7 +38,8 @@ def read(root):
     if loader is None or paths is None:
         return None
     layouts = [_layout(call) for call in _calls(paths) if getattr(call.func, "attr", "") == "join"]
-    always, on_error = [], []
+    always: list[Item] = []
+    on_error: list[Item] = []
     for node in ast.walk(loader):
         if isinstance(node, ast.Try) and node.handlers and any(_name(call) == "CDLL" for call in _calls(node)):
             always = _loads(node.body, functions, {}, True)
@@ -39,16 +50,16 @@ def read(root):
     return {"layouts": layouts, "always": always, "on_error": on_error}
 
 
-def _calls(node):
+def _calls(node: ast.AST) -> list[ast.Call]:
     found = [item for item in ast.walk(node) if isinstance(item, ast.Call)]
     return sorted(found, key=lambda call: (call.lineno, call.col_offset))
 
 
-def _name(call):
+def _name(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
 
 
-def _layout(call):
+def _layout(call: ast.Call) -> str:
     """Turn `os.path.join(path, "nvidia", f"cu{major}", "lib", lib_name)` into `nvidia/cu{major}/lib`."""
     parts = []
     for arg in call.args[1:-1]:
@@ -61,22 +72,18 @@ def _layout(call):
     return "/".join(parts)
 
 
-def _strings(node):
+def _strings(node: ast.AST | None) -> list[list[str]] | None:
     """Return [[folder, glob]] of a literal dict or list of pairs of strings, else None."""
+    pairs: list[list[ast.expr | None]] = []
     if isinstance(node, ast.Dict):
-        pairs = list(zip(node.keys, node.values))
-    elif isinstance(node, (ast.List, ast.Tuple)) and all(
-        isinstance(e, ast.Tuple) and len(e.elts) == 2 for e in node.elts
-    ):
-        pairs = [tuple(e.elts) for e in node.elts]
-    else:
-        return None
-    if not pairs or not all(isinstance(part, ast.Constant) for pair in pairs for part in pair):
-        return None
-    return [[str(a.value), str(b.value)] for a, b in pairs]
+        pairs = [[key, value] for key, value in zip(node.keys, node.values)]
+    elif isinstance(node, (ast.List, ast.Tuple)):
+        pairs = [list(item.elts) if isinstance(item, ast.Tuple) else [item] for item in node.elts]
+    texts = [[str(part.value) for part in pair if isinstance(part, ast.Constant)] for pair in pairs]
+    return texts if texts and all(len(text) == 2 for text in texts) else None
 
 
-def _required(call, inherited):
+def _required(call: ast.Call, inherited: bool) -> bool:
     for keyword in call.keywords:
         if keyword.arg == "required":
             if isinstance(keyword.value, ast.Constant):
@@ -85,9 +92,9 @@ def _required(call, inherited):
     return True
 
 
-def _loads(body, functions, tables, inherited, depth=0):
+def _loads(body: list[ast.stmt], functions: Functions, tables: Tables, inherited: bool, depth: int = 0) -> list[Item]:
     """Return the preloads that statements perform, in order; follows calls into functions of the same module."""
-    out = []
+    out: list[Item] = []
     if depth > 4:
         return out
     for node in body:
