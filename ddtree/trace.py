@@ -128,14 +128,14 @@ def render_svg(round: Round, *, max_nodes: int = 40) -> str:
         if not rows:
             next_row += 1
         row = rows[0] if rows else next_row - 1
-        place[node] = (16 + depth * across, 62 + row * down)
+        place[node] = (16 + depth * across, 82 + row * down)
         return row
 
     settle(0, 0)
     end = place[round.path[-1]]
     bonus = (end[0] + across, end[1])
-    width = max(x for x, _ in [*place.values(), bonus]) + box + 16
-    height = 62 + next_row * down + 34
+    width = max(520, *(x + box + 16 for x, _ in [*place.values(), bonus]))
+    height = 82 + next_row * down
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
         f'height="{height:.0f}" font-family="ui-monospace, Menlo, Consolas, monospace" font-size="12">',
@@ -143,10 +143,10 @@ def render_svg(round: Round, *, max_nodes: int = 40) -> str:
         ".n.p{fill:#dafbe1;stroke:#1a7f37;stroke-width:1.6}.n.b{fill:#fff8c5;stroke:#9a6700;stroke-width:1.6}"
         ".q{fill:#57606a;font-size:9px}text{fill:#1f2328}</style>",
         f'<rect width="{width:.0f}" height="{height:.0f}" fill="#ffffff"/>',
-        f'<text x="16" y="22">{escape(visible(round.prompt[-70:]))}</text>',
+        f'<text x="16" y="22">{escape(visible(round.prompt[-66:]))}</text>',
         f'<text x="16" y="40" class="q">{len(round.texts) - 1} nodes drafted, {len(shown) - 1} drawn; '
-        f"{len(round.path) - 1} accepted (green) + 1 from the target (yellow); "
-        "numbers: the drafter's probability at that position</text>",
+        f"{len(round.path) - 1} accepted (green), 1 more from the target (yellow)</text>",
+        '<text x="16" y="52" class="q">numbers and widths: the drafter\'s probability at that position</text>',
     ]
     for node in sorted(shown - {0}):
         (x0, y0), (x1, y1) = place[round.parents[node]], place[node]
@@ -163,9 +163,7 @@ def render_svg(round: Round, *, max_nodes: int = 40) -> str:
         out.append(f'<rect class="n {kind}" x="{x:.0f}" y="{y - 11:.0f}" width="{box}" height="22" rx="5"/>')
         out.append(f'<text x="{x + box / 2:.0f}" y="{y + 4:.0f}" text-anchor="middle">{escape(label)}</text>')
         if node > 0:
-            out.append(
-                f'<text class="q" x="{x - 3:.0f}" y="{y - 3:.0f}" text-anchor="end">{round.edge(node):.2f}</text>'
-            )
+            out.append(f'<text class="q" x="{x - 3:.0f}" y="{y - 3:.0f}" text-anchor="end">{round.edge(node):.2f}</text>')
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
