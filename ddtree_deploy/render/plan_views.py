@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ddtree_deploy.render import as_json
-from ddtree_deploy.render.table import columns
+from ddtree_deploy.render.table import columns, plain_table
 from ddtree_deploy.render.words import generation, plural, short, size, some
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ def oracle_lines(plan: Plan) -> list[tuple[str, str]]:
     verdict = plan.oracle
     if verdict is None:
         return []
-    rows = [row for row in verdict.tags if row.differs]
-    lines = [("tag: snapshot | here now | result", "bold")] if rows else []
-    lines += [(f"  {row.name}: {row.source} | {row.target} | {row.result}", "") for row in rows]
+    rows = [(row.name, row.source, row.target, row.result) for row in verdict.tags if row.differs]
+    table = plain_table(columns("ABI tag", "snapshot", "here now", "becomes"), rows) if rows else []
+    lines = [(f"   {line}", "bold" if not index else "") for index, line in enumerate(table)]
     if verdict.solution is not None:
         lines += [(f"also needed: {step.text}", "yellow") for step in verdict.solution.steps]
         lines += [(f"no set mends this: {text}", "red") for text in verdict.solution.unsolved]
@@ -106,8 +106,6 @@ def lay_out(ui: Ui, plan: Plan, files: bool, say: Callable[[str, str], None], ro
         if as_data:
             ui.table(heads, table, [STYLES.get(row[0], "") for row in table])
         else:
-            from ddtree_deploy.render.table import plain_table
-
             for line in plain_table(heads, table):
                 say(line, "")
         if more:
