@@ -187,9 +187,12 @@ def _modules(session: Session, plan: RollbackPlan) -> list[str]:
 
 def prune_generations(host: Host, keep: int, dry_run: bool = False, emit: Emit = ignore) -> list[int]:
     """Drop generations that are not live, not the one before, not in use, and beyond the newest `keep`; return their numbers."""
+    if dry_run:
+        with Session(host, writable=False, emit=emit) as session:
+            return list(session.ask("prunable", venv=host.venv, keep=keep).fields["generations"])
     with Session(host, writable=True, emit=emit) as session:
         session.ask("begin", venv=host.venv, who=_who(), what="prune")
-        return list(session.ask("prune", keep=keep, dry_run=dry_run).fields["removed"])
+        return list(session.ask("prune", keep=keep).fields["removed"])
 
 
 def release(host: Host, dry_run: bool = False, emit: Emit = ignore) -> int:

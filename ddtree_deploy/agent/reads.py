@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 
-from ddtree_deploy.agent import PROTOCOL, dists, facts, layout, locks, objects, procs, prove, venvs, walk
+from ddtree_deploy.agent import PROTOCOL, dists, facts, layout, locks, objects, procs, prove, tidy, venvs, walk
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.paths import HostilePath, Tree, parse
 
@@ -215,7 +215,13 @@ def syntax(session: Session, header: dict[str, Any], _value: object) -> dict[str
     return {"compiled": compiled, "_big": errors}
 
 
-def abi(session, header, value):
+def prunable(_session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
+    """Return the generations that `prune` would remove now."""
+    found = layout.locate(header["venv"])
+    return {"generations": tidy.prunable(found, int(header["keep"]), found.live())}
+
+
+def abi(_session: Session, header: dict[str, Any], value: list[str] | None) -> dict[str, Any]:
     """Return the ABI facts of the live tree and of the host; `value` are sonames that the snapshot needs."""
     from ddtree_deploy.agent import abi_facts
 
@@ -223,7 +229,7 @@ def abi(session, header, value):
     return {"_big": abi_facts.collect(_root(found), venv_python(found.venv), header.get("env") or {}, tuple(value or ()))}
 
 
-def gpu(session, header, _value):
+def gpu(_session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Run one tiny operation per extension on every GPU."""
     from ddtree_deploy.agent import gpu_probe
 
@@ -233,6 +239,7 @@ def gpu(session, header, _value):
 
 HANDLERS: dict[str, Handler] = {
     "abi": abi,
+    "prunable": prunable,
     "gpu": gpu,
     "scan": scan,
     "hash": hash_files,

@@ -85,8 +85,7 @@ def begin(session: Session, header: dict[str, Any], _value: object) -> dict[str,
     stirred = bool(found.partials()) or os.path.exists(found.journal)
     recovered = switch.recover(found, push.python)
     push.journal = switch.write_journal(found, {
-        "tx": push.tx, "state": "receiving", "allowed": header.get("allowed", []), "who": who["who"], "what": who["what"], "snapshot": who["snapshot"], "pid": os.getpid(),
-        "previous": found.live() or 0,
+        "tx": push.tx, "state": "receiving", "allowed": header.get("allowed", []), **who, "pid": os.getpid(), "previous": found.live() or 0,
     })
     return {"tx": push.tx, "generation": found.live(), "recovered": recovered, "stirred": stirred}
 
@@ -343,7 +342,7 @@ def prune(session: Session, header: dict[str, Any], _value: object) -> dict[str,
     """Remove generations that may go; needs the lock, which `begin` took."""
     push = _open(session)
     live = push.found.live()
-    gone = tidy.prunable(push.found, int(header["keep"]), live) if header.get("dry_run") else tidy.prune(push.found, int(header["keep"]), live)
+    gone = tidy.prune(push.found, int(header["keep"]), live)
     return {"removed": gone, "in_use": {str(number): pids for number, pids in tidy.in_use(push.found).items()}}
 
 
@@ -385,7 +384,7 @@ def close(session: Session) -> None:
         return
     try:
         if not push.switched:
-            if push.index is not None:
+            if push.number is not None and push.index is not None:
                 push.found.disown(push.number)
             stage.discard(push.found, everything=not push.keep_incoming)
             layout.remove(push.found.journal)

@@ -13,6 +13,7 @@ from ddtree_deploy.commands.run import command
 from ddtree_deploy.render.ui import Ui
 
 if TYPE_CHECKING:
+    from ddtree_deploy.abi import Allowance
     from ddtree_deploy.hosts.base import Host
     from ddtree_deploy.models import Plan, Pushed
     from ddtree_deploy.store import Store
@@ -117,6 +118,13 @@ def push(
             rich_help_panel=flags.SAFETY,
         ),
     ] = False,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", metavar="CHECK:WHAT", help="Take on a block of the oracle, say K4:flash_ops.", rich_help_panel=flags.SAFETY),
+    ] = None,
+    reason: Annotated[
+        str, typer.Option("--reason", metavar="TEXT", help="Why; kept in the host's ledger.", rich_help_panel=flags.SAFETY)
+    ] = "",
     jobs: Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Hosts at a time, after the first.")] = 4,
     keep_going: Annotated[bool, typer.Option("--keep-going", help="Go on with other hosts after a failure.")] = False,
     dry_run: flags.DryRun = False,
@@ -147,6 +155,7 @@ def push(
         accept_gap=accept_gap,
         probe_timeout=probe_timeout,
         keep_generations=config.keep_generations,
+        allow=_allowances(allow or [], reason),
         roots=config.roots,
     )
     hosts = [flags.host(name, venv, transport, accept_new_host_key) for name in dict.fromkeys(names or [""])]
@@ -156,6 +165,18 @@ def push(
         ui.result(dry_run=True)
         return 0
     return _push_all(ui, hosts, store, identity, options, jobs, keep_going, yes, files)
+
+
+def _allowances(texts: list[str], reason: str) -> tuple[Allowance, ...]:
+    from ddtree_deploy.abi import Allowance
+    from ddtree_deploy.errors import UsageProblem
+
+    if texts and not reason:
+        raise UsageProblem("--allow needs a reason", mend='say why with `--reason "..."`: it is kept in the host\'s ledger')
+    try:
+        return tuple(Allowance.parse(text, reason) for text in texts)
+    except ValueError as error:
+        raise UsageProblem(str(error), mend="see the checks in docs/abi.md, and what `ddtree-deploy diff` names") from error
 
 
 def _approval(ui: Ui, yes: bool, files: bool, lock: threading.Lock) -> Callable[[Plan], bool]:
