@@ -94,10 +94,7 @@ def list_item(first: str, keyword: str) -> Select:
 
     def select(scope: Scope) -> list[Node]:
         words = [
-            word
-            for node in calls(scope)
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-            for word in node.value.keywords
+            word for node in calls(scope) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) for word in node.value.keywords
         ]
         return [w.value.elts[0] for w in words if w.arg == keyword and isinstance(w.value, ast.List) and w.value.elts]
 

@@ -80,9 +80,7 @@ class Check:
     def foreign(self) -> tuple[str, ...]:
         """Name the files that are neither stock nor ours."""
         wrong = {State.OTHER} | {State.MISSING}
-        return tuple(
-            f.path for f in self.files if f.state in wrong and not (f.path == v0_5_11.NEW_FILE and f.found is None)
-        )
+        return tuple(f.path for f in self.files if f.state in wrong and not (f.path == v0_5_11.NEW_FILE and f.found is None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +141,12 @@ def make(site: Path, version: str) -> tuple[BuiltFile, ...]:
     pins = pinned(version)
     edits = EDITS.get(version)
     if edits is None:
-        raise UnknownVersion(f"sglang {version} needs no edited files: it loads the `{pins.route}`")
+        raise UnknownVersion(f"sglang {version} has no edited files: its route is `{pins.route}`")
     wrong = [
-        f"{path}: {_digest(site / path) or 'missing'}, expected {want}"
-        for path, want in pins.base.items()
-        if _digest(site / path) != want
+        f"{path}: {_digest(site / path) or 'missing'}, expected {want}" for path, want in pins.base.items() if _digest(site / path) != want
     ]
     if wrong:
-        raise BaseMismatch(
-            f"{len(wrong)} of {len(pins.base)} files are not those of sglang {version}", causes=tuple(wrong)
-        )
+        raise BaseMismatch(f"{len(wrong)} of {len(pins.base)} files are not those of sglang {version}", causes=tuple(wrong))
     edited = [insert(path, (site / path).read_bytes(), [e for e in edits if e.path == path]) for path in pins.base]
     new = ddtree_utils(version, {**{f.path: f.sha256 for f in edited}}, pins.reads)
     return (*edited, BuiltFile(v0_5_11.NEW_FILE, new, ()))
@@ -264,8 +258,10 @@ def diff(site: Path, stock: Path, version: str | None = None) -> str:
 def _overlay(version: str) -> Pinned:
     pins = pinned(version)
     if pins.route != "overlay":
-        mend = "nothing to build: DDTREE registers itself when this package is installed beside sglang"
-        raise UnknownVersion(f"sglang {version} takes DDTree as a {pins.route}, without edited files", mend=mend)
+        mend = "use a version with an overlay: see `ddtree-deploy overlay list`"
+        if pins.route == "plugin":
+            mend = "nothing to build: DDTREE registers itself when this package is installed beside sglang"
+        raise UnknownVersion(f"sglang {version} has no edited files: its route is `{pins.route}`", mend=mend)
     return pins
 
 

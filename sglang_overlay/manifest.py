@@ -23,7 +23,7 @@ class Pinned:
     """
 
     version: str
-    route: str  # "overlay": edited files; "plugin": registered at start, no file edited
+    route: str  # "overlay": edited files; "plugin": registered at start, no file edited; "planned": neither yet
     base: Mapping[str, str]
     reads: Mapping[str, str]
     built: Mapping[str, str]

@@ -85,9 +85,7 @@ def _refuse_collisions(sources: Mapping[str, str]) -> None:
     for module, source in sources.items():
         for name in _defined(ast.parse(source).body):
             if owner.setdefault(name, module) != module:
-                raise BuildMismatch(
-                    f"`{name}` is defined in both `{owner[name]}` and `{module}`, so they can not share a file"
-                )
+                raise BuildMismatch(f"`{name}` is defined in both `{owner[name]}` and `{module}`, so they can not share a file")
 
 
 def _defined(body: list[ast.stmt]) -> Iterator[str]:

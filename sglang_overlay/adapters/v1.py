@@ -38,9 +38,9 @@ def register() -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     HookRegistry.register(VERIFY_INPUT, _with_capture_mask, HookType.AROUND)
-    SpeculativeAlgorithm.register(
-        NAME, supports_overlap=False, validate_server_args=validate_server_args, spec_class=algorithm_class()
-    )(lambda _: worker_class())
+    SpeculativeAlgorithm.register(NAME, supports_overlap=False, validate_server_args=validate_server_args, spec_class=algorithm_class())(
+        lambda _: worker_class()
+    )
 
 
 def validate_server_args(args: Any) -> None:

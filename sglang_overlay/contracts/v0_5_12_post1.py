@@ -82,9 +82,7 @@ SYMBOLS: tuple[Symbol, ...] = (
         "DFlashWorker",
         members=("target_worker", "model_runner", "server_args", "page_size", "tp_rank", "block_size"),
     ),
-    Symbol(
-        SPEC + "dflash_worker.py", "DFlashWorker._prepare_for_speculative_decoding", params=("batch", "draft_input")
-    ),
+    Symbol(SPEC + "dflash_worker.py", "DFlashWorker._prepare_for_speculative_decoding", params=("batch", "draft_input")),
     Symbol(
         SPEC + "spec_utils.py",
         "assign_req_to_token_pool_func",
@@ -138,9 +136,7 @@ SYMBOLS: tuple[Symbol, ...] = (
             "spec_algorithm",
         ),
     ),
-    Symbol(
-        SRT + "model_executor/model_runner.py", "ModelRunner._get_attention_backend", params=("init_new_workspace",)
-    ),
+    Symbol(SRT + "model_executor/model_runner.py", "ModelRunner._get_attention_backend", params=("init_new_workspace",)),
     Symbol(
         SRT + "model_executor/cuda_graph_runner.py",
         "CudaGraphRunner",

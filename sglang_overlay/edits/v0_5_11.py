@@ -69,8 +69,7 @@ EDITS: tuple[Edit, ...] = (
         SERVER_ARGS,
         Anchor("ServerArgs.add_cli_args", "the last DFLASH flag", call_with("--speculative-dflash-draft-window-size")),
         Where.AFTER,
-        "        from sglang.srt.speculative.ddtree_utils import add_cli_args as add_ddtree_args\n\n"
-        "        add_ddtree_args(parser)\n",
+        "        from sglang.srt.speculative.ddtree_utils import add_cli_args as add_ddtree_args\n\n        add_ddtree_args(parser)\n",
         "the three flags",
     ),
     Edit(
@@ -90,23 +89,19 @@ EDITS: tuple[Edit, ...] = (
         DFLASH_INFO,
         Anchor("DFlashVerifyInput.__post_init__", "its end", last_statement),
         Where.AFTER,
-        "        from sglang.srt.speculative.ddtree_utils import install_capture_mask\n\n"
-        "        install_capture_mask(self)\n",
+        "        from sglang.srt.speculative.ddtree_utils import install_capture_mask\n\n        install_capture_mask(self)\n",
         "a graph captured without a mask would verify every tree as a chain",
     ),
     Edit(
         DFLASH_WORKER,
         Anchor("DFlashWorker.__init__", "the draft's arguments", assignment("draft_server_args")),
         Where.AFTER,
-        "        from sglang.srt.speculative.ddtree_utils import start as start_ddtree\n\n"
-        "        start_ddtree(self, draft_server_args)\n",
+        "        from sglang.srt.speculative.ddtree_utils import start as start_ddtree\n\n        start_ddtree(self, draft_server_args)\n",
         "the drafter works on blocks, not on trees; and the target must prove its mask before anything is served",
     ),
     Edit(
         DFLASH_WORKER,
-        Anchor(
-            "DFlashWorker.__init__", "the block size", attribute("server_args", "speculative_num_draft_tokens"), count=2
-        ),
+        Anchor("DFlashWorker.__init__", "the block size", attribute("server_args", "speculative_num_draft_tokens"), count=2),
         Where.AT,
         "draft_",
         "the block size is the drafter's, the verify width is the tree's",

@@ -94,19 +94,13 @@ def parse_rungs(budget: int | None, table: str | None) -> tuple[Rung, ...]:
         raise ValueError(f"`{flag}` and `--speculative-ddtree-budget` exclude each other; give one of them")
     text = Path(table).read_text() if ":" not in table and Path(table).is_file() else table
     try:
-        pairs = [
-            tuple(int(number) for number in item.split(":"))
-            for item in text.replace("\n", ",").split(",")
-            if item.strip()
-        ]
+        pairs = [tuple(int(number) for number in item.split(":")) for item in text.replace("\n", ",").split(",") if item.strip()]
         rungs = [Rung(width, batch) for batch, width in pairs]
     except ValueError:
         raise ValueError(f"`{flag}`: {table}: not `batch:budget` pairs; write for example `1:63,2:31,4:15`") from None
     batches = [rung.max_batch or 0 for rung in rungs]
     if not rungs or batches != sorted(set(batches)) or batches[0] < 1:
-        raise ValueError(
-            f"`{flag}`: {table}: batch sizes must ascend from 1 or more; write for example `1:63,2:31,4:15`"
-        )
+        raise ValueError(f"`{flag}`: {table}: batch sizes must ascend from 1 or more; write for example `1:63,2:31,4:15`")
     for rung in rungs:
         _check_budget(flag, rung.budget)
     return (*rungs[:-1], Rung(rungs[-1].budget, None))
@@ -144,9 +138,7 @@ def refusals(args: Any) -> Iterator[Refusal]:
             yield Refusal(flag, value, reason, f"use `{flag} {want}`")
     if prefill != decode:
         reason = "which of two backends verifies depends on a third flag"
-        yield Refusal(
-            "--prefill-attention-backend", f"{prefill}, decode {decode}", reason, "use one `--attention-backend`"
-        )
+        yield Refusal("--prefill-attention-backend", f"{prefill}, decode {decode}", reason, "use one `--attention-backend`")
     elif decode not in BACKENDS:
         reason = "it can not attend along a tree, or nobody has shown that it does"
         yield Refusal("--attention-backend", decode, reason, f"use one of {', '.join(BACKENDS)}")
@@ -220,9 +212,7 @@ def _size_graphs(args: Any, rungs: tuple[Rung, ...]) -> None:
         if rung.max_batch is not None and rung.max_batch not in sizes and rung.max_batch <= most:
             sizes.append(rung.max_batch)
         if rung.max_batch is None and most < all_sizes[-1]:
-            logger.warning(
-                "DDTREE budget %d: CUDA graphs up to batch size %d, beyond it runs eagerly", rung.budget, most
-            )
+            logger.warning("DDTREE budget %d: CUDA graphs up to batch size %d, beyond it runs eagerly", rung.budget, most)
         plan[rung.budget] = sorted(set(plan.get(rung.budget, []) + sizes))
     args.ddtree_graph_bs = plan
     widest = max(rung.budget for rung in rungs)

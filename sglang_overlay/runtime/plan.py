@@ -63,9 +63,7 @@ class Plan:
         return torch.cat((walks.path, walks.tokens, walks.lengths[:, None]), dim=1)
 
 
-def make_trees(
-    hidden: Tensor, roots: Tensor, seq_lens: Tensor, head: Head, budget: int, topk: int
-) -> tuple[Tensor, ...]:
+def make_trees(hidden: Tensor, roots: Tensor, seq_lens: Tensor, head: Head, budget: int, topk: int) -> tuple[Tensor, ...]:
     """Build the best tree of each request; returns the tensors of `Plan` in order.
 
     `hidden` is `[bs, L, H]` for the drafted positions, `roots` `[bs]` the last verified tokens, `seq_lens` `[bs]`.
@@ -93,9 +91,7 @@ def best_tokens(hidden: Tensor, head: Head, k: int) -> TopK:
         shard = shard_topk(logits, k, id_offset=head.id_offset)
     # One message: everything as 32-bit words.
     width = shard.values.shape[1]
-    words = torch.cat(
-        (shard.values.view(torch.int32), shard.ids.to(torch.int32), shard.lse[:, None].view(torch.int32)), 1
-    )
+    words = torch.cat((shard.values.view(torch.int32), shard.ids.to(torch.int32), shard.lse[:, None].view(torch.int32)), 1)
     words = words[None] if head.gather is None else head.gather(words.contiguous())
     best = merge_topk(
         words[..., :width].contiguous().view(torch.float32),

@@ -50,9 +50,7 @@ def self_test(verify: Verify, width: int, vocab: int, batch: int, device: torch.
         must = moved[:, family].amin()
         must_not = moved[:, [node for node in range(live) if node not in family]].amax()
         if not torch.isfinite(moved[:, :live]).all() or must <= 0:
-            raise SelfTestFailed(
-                _message(what, f"a changed token does not reach its own logits or its child's ({must:.3g})")
-            )
+            raise SelfTestFailed(_message(what, f"a changed token does not reach its own logits or its child's ({must:.3g})"))
         if must_not > TOLERANCE * must:
             detail = f"a changed token moves logits outside its branch by {must_not:.3g}, inside by {must:.3g}"
             raise SelfTestFailed(_message(what, detail))

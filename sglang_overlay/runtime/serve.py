@@ -115,9 +115,7 @@ def check_files(site: Path) -> None:
             if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == want:
                 continue
             if is_edited:
-                raise RuntimeError(
-                    f"DDTREE: `{path}` is not the file this overlay was built with; push the overlay again"
-                )
+                raise RuntimeError(f"DDTREE: `{path}` is not the file this overlay was built with; push the overlay again")
             logger.warning("DDTREE: `%s` is not the stock file that this overlay was tested with", path)
 
 
@@ -132,10 +130,7 @@ def refuse_target(runner: Any) -> None:
     )
     found = [name for name, is_so in facts if is_so]
     if found:
-        raise ValueError(
-            f"DDTREE does not support `--model-path`: {config.model_path}: it has {', '.join(found)}; "
-            "use a plain text model"
-        )
+        raise ValueError(f"DDTREE does not support `--model-path`: {config.model_path}: it has {', '.join(found)}; use a plain text model")
 
 
 def refuse_requests() -> None:
@@ -197,9 +192,7 @@ def _target_for(args: Any, runner: Any, rung: Rung, sizes: Sequence[int]) -> tup
     """Give the target a second attention backend and graph set for another width; it keeps the ones it has."""
     from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 
-    saved = {
-        name: getattr(args, name) for name in ("speculative_num_draft_tokens", "cuda_graph_bs", "cuda_graph_max_bs")
-    }
+    saved = {name: getattr(args, name) for name in ("speculative_num_draft_tokens", "cuda_graph_bs", "cuda_graph_max_bs")}
     saved_workspace = runner.init_new_workspace
     args.speculative_num_draft_tokens = rung.width
     try:

@@ -133,9 +133,7 @@ def main() -> None:
                 request = live[row] = Request(prompt, rng.randrange(1, 40))
                 slots = allocator.alloc(len(prompt))
                 table[row, : len(prompt)] = slots.to(table.dtype)
-                written |= {
-                    slot: (token, at) for at, (slot, token) in enumerate(zip(slots.tolist(), prompt, strict=True))
-                }
+                written |= {slot: (token, at) for at, (slot, token) in enumerate(zip(slots.tolist(), prompt, strict=True))}
                 request.output_ids.append(oracle(tuple(prompt)))
                 request.check_finished()
         order = [row for row in live if not live[row].done]
@@ -210,17 +208,11 @@ def one_round(rng, order, live, table, allocator, written) -> int:
             written[slots[length + node]] = (int(plan.tokens[i, node]), int(positions[i, node]))
         for node in range(n):
             # What this node may attend to, in the order of positions: the text it continues.
-            seen = sorted(
-                (written[slot][1], written[slot][0])
-                for slot, may in zip(slots, mask[node].tolist(), strict=True)
-                if may
-            )
+            seen = sorted((written[slot][1], written[slot][0]) for slot, may in zip(slots, mask[node].tolist(), strict=True) if may)
             if node < int(tree.n_valid[i]):
                 assert [at for at, _ in seen] == list(range(len(seen))), "a node sees a position twice or not at all"
                 logits[i * n + node, oracle(tuple(token for _, token in seen))] = 1.0
-    outcome = verify.verify(
-        batch=batch, logits_output=SimpleNamespace(next_token_logits=logits, hidden_states=hidden), page_size=1
-    )
+    outcome = verify.verify(batch=batch, logits_output=SimpleNamespace(next_token_logits=logits, hidden_states=hidden), page_size=1)
     last, lengths, kept_hidden, drafts = outcome
     assert last.tolist() == [r.output_ids[-1] for r in requests]
     assert drafts == [int(c) - 1 for c in lengths] and kept_hidden.shape[0] == int(lengths.sum())
@@ -230,9 +222,7 @@ def one_round(rng, order, live, table, allocator, written) -> int:
         slots = table[row, :length].tolist()
         text = [*request.origin_input_ids, *request.output_ids]
         assert len(set(slots)) == length
-        assert [written[slot] for slot in slots] == [(token, at) for at, token in enumerate(text[:length])], (
-            "wrong rows kept"
-        )
+        assert [written[slot] for slot in slots] == [(token, at) for at, token in enumerate(text[:length])], "wrong rows kept"
     return sum(drafts)
 
 

@@ -74,9 +74,7 @@ def edit(name: str) -> Edit:
 def test_any_set_of_insertions_parses_and_can_be_cut_out_again(names: list[str]) -> None:
     built = insert("mode.py", SOURCE, [edit(name) for name in names])
     assert cut(built.data, built.spans) == SOURCE
-    assert [built.data[at : at + size].decode() for at, size in built.spans].count("draft_") == 2 * (
-        "twice in a line" in names
-    )
+    assert [built.data[at : at + size].decode() for at, size in built.spans].count("draft_") == 2 * ("twice in a line" in names)
     lines = set(built.data.decode().splitlines())
     for name in names:
         if ANCHORS[name][1] is not Where.AT:
@@ -159,9 +157,7 @@ def test_two_modules_with_one_name_are_refused() -> None:
 
 
 def test_an_import_that_was_a_blocks_only_statement_leaves_a_pass() -> None:
-    body = vendor._body(
-        "def f():\n    from ddtree.tree import Tree\n\n\ndef g():\n    from ddtree.tree import Tree\n    return Tree\n"
-    )
+    body = vendor._body("def f():\n    from ddtree.tree import Tree\n\n\ndef g():\n    from ddtree.tree import Tree\n    return Tree\n")
     assert body == "def f():\n    pass\n\n\ndef g():\n    return Tree\n"
 
 

@@ -30,9 +30,7 @@ from sglang_overlay.runtime.verify import append_walks, to_device
 def server(tmp_path: Path) -> SimpleNamespace:
     """Return resolved server arguments that DDTREE accepts, as SGLang 0.5.11 names them."""
     (tmp_path / "config.json").write_text(json.dumps({"block_size": 16, "rope_parameters": {"rope_theta": 5e5}}))
-    config = SimpleNamespace(
-        hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]), vocab_size=151936, context_len=40960
-    )
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]), vocab_size=151936, context_len=40960)
     return SimpleNamespace(
         attention_backend="triton",
         get_attention_backends=lambda: ("triton", "triton"),
@@ -153,9 +151,7 @@ def test_fa3_needs_a_topk_above_one(server: SimpleNamespace) -> None:
         ({"speculative_ddtree_budget_table": "1:7"}, ("exclude each other",)),
     ],
 )
-def test_every_refusal_names_flag_value_and_remedy(
-    server: SimpleNamespace, changes: dict[str, object], words: tuple[str, ...]
-) -> None:
+def test_every_refusal_names_flag_value_and_remedy(server: SimpleNamespace, changes: dict[str, object], words: tuple[str, ...]) -> None:
     vars(server).update(changes)
     with pytest.raises(ValueError) as caught:
         resolve_server_args(server)
@@ -244,9 +240,7 @@ def test_ranks_find_the_same_best_tokens_as_one(ranks: int) -> None:
     for pass_ in range(2):
         for rank, shard in enumerate(shards):
             # The first pass collects what every rank sends, the second lets each rank receive all of it.
-            gather = (
-                (lambda words: (sent.append(words), words[None])[1]) if pass_ == 0 else (lambda _: torch.stack(sent))
-            )
+            gather = (lambda words: (sent.append(words), words[None])[1]) if pass_ == 0 else (lambda _: torch.stack(sent))
             got = best_tokens(hidden, Head(shard, rank * len(shard), gather), 9)
     assert torch.equal(got.ids, whole.ids)
     assert torch.allclose(got.logp, whole.logp, atol=1e-6)
@@ -321,9 +315,7 @@ def test_seeded_draws_do_not_depend_on_batch_tree_or_node() -> None:
             assert int(together[row, node]) == int(alone)
 
 
-@pytest.mark.parametrize(
-    "limits", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 5, "top_p": 0.7, "min_p": 0.05}]
-)
+@pytest.mark.parametrize("limits", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 5, "top_p": 0.7, "min_p": 0.05}])
 @pytest.mark.parametrize("seeded", [True, False])
 def test_draws_follow_the_targets_filtered_distribution(limits: dict[str, float], seeded: bool) -> None:
     torch.manual_seed(4)
@@ -356,9 +348,7 @@ class Req(SimpleNamespace):
     """As much of SGLang's request as a commit touches."""
 
     def __init__(self, room: int) -> None:
-        super().__init__(
-            output_ids=[9], room=room, spec_verify_ct=0, spec_accepted_drafts=0, kv_committed_len=5, kv_allocated_len=5
-        )
+        super().__init__(output_ids=[9], room=room, spec_verify_ct=0, spec_accepted_drafts=0, kv_committed_len=5, kv_allocated_len=5)
 
     def check_finished(self) -> None:
         self.done = len(self.output_ids) >= self.room

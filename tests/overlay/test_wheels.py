@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sglang_overlay import build, manifest
+from sglang_overlay.anchors import find_scope
 from sglang_overlay.contract import check_contract, contract
 from sglang_overlay.edits.v0_5_11 import EDITS, NEW_FILE
 from sglang_overlay.errors import BaseMismatch, OverlayError, UnknownVersion
@@ -165,10 +166,22 @@ def test_digests_read_elsewhere_are_recognised(stock: Stock, site: Path) -> None
     assert "+import torch  # patched by hand" in shown and shown.count("\n@@") == 1
 
 
-@pytest.mark.parametrize("version", [v for v in VERSIONS if v != "0.5.11"])
-def test_versions_with_a_registry_have_nothing_to_build(stock: Stock, version: str) -> None:
-    with pytest.raises(UnknownVersion, match="plugin"):
+@pytest.mark.parametrize("version, route", [("0.5.12.post1", "plugin"), ("0.5.23", "planned")])
+def test_versions_without_edited_files_have_nothing_to_build(stock: Stock, version: str, route: str) -> None:
+    with pytest.raises(UnknownVersion, match=f"its route is `{route}`"):
         build.apply(stock(version), version)
+
+
+def test_the_seams_of_the_registry_adapter_are_in_the_order_it_counts_on(stock: Stock) -> None:
+    """The adapter leaves SGLang's drafting by an exception: the greedy head is called after the slots are given back,
+    and before the chain's verify input is made."""
+    source = (stock("0.5.12.post1") / "sglang/srt/speculative/dflash_worker.py").read_text()
+    method = find_scope(ast.parse(source), "DFlashWorker._prepare_for_speculative_decoding")
+    assert method is not None
+    text = ast.unparse(method)
+    order = [text.index(s) for s in ("restore_state", "_greedy_sample_from_vocab_parallel_head", "prepare_for_verify(")]
+    assert order == sorted(order)
+    assert text.count("_greedy_sample_from_vocab_parallel_head") == 1
 
 
 def test_the_command_line_says_what_it_did(site: Path) -> None:
@@ -188,8 +201,6 @@ def test_the_command_line_says_what_it_did(site: Path) -> None:
 def test_slots_and_outputs_add_up_in_sglangs_own_pools(site: Path) -> None:
     build.apply(site)
     script = Path(__file__).with_name("pool_rounds.py")
-    run = subprocess.run(
-        [sys.executable, str(script), str(site)], check=False, capture_output=True, text=True, timeout=240
-    )
+    run = subprocess.run([sys.executable, str(script), str(site)], check=False, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "rounds: 400, leaked slots: 0" in run.stdout
