@@ -112,12 +112,14 @@ def _reachable(root: Path, say: Callable[[str], None]) -> Iterator[dict[str, str
     with contextlib.ExitStack() as stack:
         try:
             sshd = stack.enter_context(loopback_sshd(root / "sshd", aliases=("ct129", "ct200")))
+            # An sshd that runs may still refuse this user (a locked account, say).
+            subprocess.run(["ssh", "-F", str(sshd.client_config), "-o", "BatchMode=yes", "ct129", "true"], check=True, capture_output=True, timeout=20)
             env["DDTREE_SSH_CONFIG"] = str(sshd.client_config)
             transport = ""
             say(f"both are reached over a real sshd on 127.0.0.1, port {sshd.port}")
         except (HostUnreachable, OSError, subprocess.SubprocessError) as error:
             transport = 'transport = "local"\n'
-            say(f"no sshd can be started here ({error}); both are reached by the local connector")
+            say(f"no sshd can be used here ({error}); both are reached by the local connector")
         hosts = "".join(f'[hosts.{name}]\n{transport}venv = "{root / name / "venv"}"\n' for name in ("ct129", "ct200"))
         (root / "ddtree.toml").write_text(hosts)
         yield env

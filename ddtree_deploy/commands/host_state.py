@@ -93,7 +93,7 @@ def rollback(
     def approve(plan: RollbackPlan) -> bool:
         return views.approve_rollback(ui, name, plan, yes)
 
-    where = flags.host(name, venv, transport, accept_new_host_key)
+    where = flags.host(name, venv, transport, accept_new_host_key and not dry_run)
     views.rolled_back(ui, run(where, generation, approve=approve, dry_run=dry_run, verify=verify, emit=ui.emit), dry_run)
 
 
@@ -130,7 +130,7 @@ def generations_prune(
     from ddtree_deploy.generations import prune_generations
     from ddtree_deploy.render.words import plural
 
-    where = flags.host(name, venv, transport, accept_new_host_key)
+    where = flags.host(name, venv, transport, accept_new_host_key and not dry_run)
     keep = keep or load().keep_generations
     doomed = prune_generations(where, keep, True, ui.emit)
     if doomed and not dry_run:
@@ -158,7 +158,7 @@ def generations_release(
     from ddtree_deploy.errors import UsageProblem
     from ddtree_deploy.generations import release
 
-    where = flags.host(name, venv, transport, accept_new_host_key)
+    where = flags.host(name, venv, transport, accept_new_host_key and not dry_run)
     live = release(where, True, ui.emit)
     if not dry_run:
         if not ui.confirm(f"delete all generations of `{name}` but {live}?", yes):

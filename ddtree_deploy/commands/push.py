@@ -158,7 +158,9 @@ def push(
         allow=_allowances(allow or [], reason),
         roots=config.roots,
     )
-    hosts = [flags.host(name, venv, transport, accept_new_host_key) for name in dict.fromkeys(names or [""])]
+    # Recording a host key is a write, which a dry run does not do.
+    accept = accept_new_host_key and not dry_run
+    hosts = [flags.host(name, venv, transport, accept) for name in dict.fromkeys(names or [""])]
     if dry_run:
         for where in hosts:
             plan_views.show(ui, plan_push(where, store, identity, options, ui.emit), files, line=True)
