@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from ddtree_deploy.abi import rules_cuda, rules_host, rules_link, rules_tree, tags
 from ddtree_deploy.abi.case import BLOCK, NOTE, WARN, Case, Evidence, make_case
-from ddtree_deploy.abi.closure import Closure, closure
+from ddtree_deploy.abi.closure import closure
+from ddtree_deploy.abi.compose import compose
 from ddtree_deploy.abi.model import Site
 from ddtree_deploy.abi.solver import Solution, solve
 from ddtree_deploy.models import Check
@@ -147,16 +148,17 @@ def inspect(site: Site) -> Verdict:
     What the loader misses is a warning (clean trees have some: MPI, InfiniBand), unless `import torch` itself fails; a
     tree that was merged by hand, mixed CUDA majors, and metadata that lies are blocks.
     """
-    case = Case(site, site, make_case(site, site, (), Closure((), {}, {}), Closure((), {}, {})).composition, *_same(site))
+    known = closure(site)
+    case = Case(site, site, compose(site, site, ()), known, known)
     found: list[Evidence] = []
-    torch = set(case.after.torch)
-    for miss in sorted(case.after.misses):
+    torch = set(known.torch)
+    for miss in sorted(known.misses):
         level = BLOCK if miss in torch else WARN
         dist = case.composition.dist(miss.by)
         who = f" ({dist.shown})" if dist else ""
         text = f"`{miss.by}`{who} needs `{miss.item}`, and nothing here provides it"
         found.append(Evidence(rules_link.check_of(miss), level, miss.item, text))
-    found += [Evidence("K2", level, path, text) for path, (level, text) in rules_cuda.mixed(site).items()]
+    found += rules_cuda.one_a_distribution(site, rules_cuda.mixed(site))
     found += rules_tree.merged(site)
     found += rules_tree.disagreements(site)
     for dist in site.tree.dists:
@@ -167,8 +169,3 @@ def inspect(site: Site) -> Verdict:
     found += rules_host.filesystem(case)
     evidence = tuple(dict.fromkeys(sorted(found)))
     return Verdict(site.name, (), (), evidence, tags.table(site, site, site))
-
-
-def _same(site: Site) -> tuple[Closure, Closure]:
-    known = closure(site)
-    return known, known

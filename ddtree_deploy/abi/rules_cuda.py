@@ -13,10 +13,23 @@ from ddtree_deploy.abi.model import Gpu, Site
 def cuda_major(case: Case) -> Iterator[Evidence]:
     """Report libraries of another CUDA major than torch's; what a host had before as well is a warning (K2)."""
     known = set(mixed(case.source)) & set(_moved_paths(case)) | set(mixed(case.target))
-    for path, (level, text) in sorted(mixed(case.result).items()):
-        level = WARN if path in known and not _changed(case) else level
-        yield Evidence("K2", level, path, text, "remove what the other CUDA left, or move the whole set")
+    found = mixed(case.result)
+    if not _changed(case):
+        found = {path: (WARN if path in known else level, text) for path, (level, text) in found.items()}
+    yield from one_a_distribution(case.result, found)
     yield from _two_runtimes(case)
+
+
+def one_a_distribution(site: Site, found: dict[str, tuple[str, str]]) -> Iterator[Evidence]:
+    """Say what `mixed` found once per distribution and level."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for path, (level, _text) in sorted(found.items()):
+        owner = site.tree.owner(path)
+        groups.setdefault((level, owner.key if owner else path), []).append(path)
+    for (level, _owner), paths in groups.items():
+        more = f"; and {len(paths) - 1} more of its files" if len(paths) > 1 else ""
+        mend = "remove what the other CUDA left, or move the whole set"
+        yield Evidence("K2", level, paths[0], found[paths[0]][1] + more, mend)
 
 
 def _moved_paths(case: Case) -> list[str]:

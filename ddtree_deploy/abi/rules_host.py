@@ -9,6 +9,7 @@ from ddtree_deploy.abi.case import BLOCK, NOTE, WARN, Case, Evidence
 from ddtree_deploy.abi.model import Site
 
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "fuse.sshfs", "lustre", "gpfs", "9p", "glusterfs")
+SHOWN = 3  # of the processes that use a tree, so many are named
 JIT_PACKAGES = ("flashinfer-python", "deep-gemm", "sgl-deep-gemm")
 
 
@@ -58,7 +59,10 @@ def transfer(_case: Case) -> Iterator[Evidence]:
 def in_use(case: Case) -> Iterator[Evidence]:
     """Report processes that have the target's tree loaded (K14)."""
     users = case.target.host.get("users") or ()
-    for user in users:
+    if len(users) > SHOWN:
+        text = f"{len(users)} processes have this tree loaded, the first {SHOWN} are named"
+        yield Evidence("K14", WARN, "processes", text)
+    for user in users[:SHOWN]:
         stale = ", from files that are deleted already" if user.get("deleted") else ""
         text = f"process {user['pid']} ({user['command']}) has this tree loaded{stale}"
         text += "; it keeps its generation until it ends"

@@ -88,11 +88,11 @@ def _read(path: str) -> str | None:
 
 
 def driver() -> Facts:
-    """Return the driver's kernel side (`/proc/driver/nvidia/version`), its library side, and the CUDA that it speaks.
+    """Return the driver's kernel side (`/proc/driver/nvidia/version`) and its library side (`libcuda.so`).
 
     A container sees the host's kernel module and its own `libcuda.so`; when they differ nothing works (NVML error 18).
     """
-    out: Facts = {"kernel": None, "user": None, "libcuda": None, "cuda": None, "error": None}
+    out: Facts = {"kernel": None, "user": None, "libcuda": None}
     match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", _read("/proc/driver/nvidia/version") or "")
     out["kernel"] = match.group(1) if match else None
     path = _loaded_path("libcuda.so.1")
