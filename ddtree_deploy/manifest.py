@@ -84,7 +84,8 @@ def decode(data: bytes, *, expect: str | None = None) -> Manifest:
 
 def python_facts(value: Mapping[str, Any]) -> PythonFacts:
     """Return the facts of an interpreter out of JSON; unknown keys are ignored, missing ones raise KeyError."""
-    return PythonFacts(**{name: value[name] if name in ("debug", "free_threaded") else str(value[name]) for name in _PYTHON_FIELDS})
+    fields: dict[str, Any] = {name: value[name] if name in ("debug", "free_threaded") else str(value[name]) for name in _PYTHON_FIELDS}
+    return PythonFacts(**fields)
 
 
 def _distribution(row: Any) -> Distribution:

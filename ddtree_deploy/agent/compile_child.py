@@ -7,13 +7,19 @@ Modes: `write` puts a timestamp pyc into `__pycache__` (PEP 552) as the import s
 also compares the code with the pyc that an import would take instead of the source.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import marshal
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import types
 
-def explain(error):
+
+def explain(error: Exception) -> str:
     """Return one line for what the compiler raised."""
     if isinstance(error, SyntaxError):
         where = "line %d: " % error.lineno if error.lineno else ""
@@ -21,7 +27,7 @@ def explain(error):
     return "%s: %s" % (type(error).__name__, error)
 
 
-def _read(path):
+def _read(path: str) -> tuple[bytes, os.stat_result]:
     # O_NONBLOCK: a FIFO in the place of a source must not hang the proof.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
@@ -30,11 +36,11 @@ def _read(path):
         return file.read(), info
 
 
-def _stamp(info):
+def _stamp(info: os.stat_result) -> bytes:
     return b"".join((value & 0xFFFFFFFF).to_bytes(4, "little") for value in (int(info.st_mtime), info.st_size))
 
 
-def shape(code):
+def shape(code: types.CodeType) -> tuple[object, ...]:
     """Return what of a code object comes from its source: names, constants, nesting.
 
     Not the instructions: two patch releases of one Python compile a few sources in a thousand differently.
@@ -44,7 +50,7 @@ def shape(code):
     return code.co_name, counts, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, constants
 
 
-def stale(path, code, source, info):
+def stale(path: str, code: types.CodeType, source: bytes, info: os.stat_result) -> bool:
     """Tell whether an import of `path` would run a pyc whose code is not `code`."""
     try:
         data, _ = _read(importlib.util.cache_from_source(path))
@@ -65,7 +71,7 @@ def stale(path, code, source, info):
         return True
 
 
-def write_pyc(path, code, info):
+def write_pyc(path: str, code: types.CodeType, info: os.stat_result) -> None:
     """Put the timestamp pyc of `path` where an import looks for it, by a rename."""
     cached = importlib.util.cache_from_source(path)
     os.makedirs(os.path.dirname(cached), exist_ok=True)
@@ -80,7 +86,7 @@ def write_pyc(path, code, info):
         raise
 
 
-def compile_one(path, write):
+def compile_one(path: str, write: bool) -> str:
     """Return an empty string when `path` compiles, else why it does not."""
     try:
         source, info = _read(path)
@@ -102,7 +108,7 @@ def compile_one(path, write):
     return ""
 
 
-def main():
+def main() -> None:
     root, mode = sys.argv[1:3]
     os.nice(10)
     sys.dont_write_bytecode = True

@@ -1,5 +1,7 @@
 """What a host is, as far as a deployment depends on it: its interpreter, its C library, its GPUs, its file systems."""
 
+from __future__ import annotations
+
 import ctypes
 import json
 import os
@@ -9,6 +11,10 @@ import shutil
 import subprocess
 
 from ddtree_deploy.agent.failure import Failure
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _ASK = """
 import json, os, platform, sys, sysconfig
@@ -30,7 +36,7 @@ print(json.dumps({
 """
 
 
-def python_facts(python):
+def python_facts(python: str) -> dict[str, Any]:
     """Return what extension modules depend on (`models.PythonFacts`), and `purelib`, where its venvs keep packages.
 
     Raises Failure when the interpreter is not there or does not run.
@@ -44,7 +50,8 @@ def python_facts(python):
             check=True,
             cwd="/",
         )
-        return json.loads(done.stdout)
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
     except FileNotFoundError:
         link = os.path.realpath(python)
         why = "it is a link to `%s`, which is gone" % link if os.path.islink(python) else "there is no such file"
@@ -64,7 +71,7 @@ def python_facts(python):
     )
 
 
-def host_facts(_venv):
+def host_facts(_venv: str) -> dict[str, Any]:
     """Return what stays the same between two looks: kernel, C and C++ library, GPUs, driver, nvcc, OS."""
     gpus, driver = _gpus()
     return {
@@ -79,14 +86,14 @@ def host_facts(_venv):
     }
 
 
-def _glibc():
+def _glibc() -> str:
     try:
         return (os.confstr("CS_GNU_LIBC_VERSION") or "").rpartition(" ")[2]
     except (ValueError, OSError):
         return ""
 
 
-def _libstdcxx():
+def _libstdcxx() -> str:
     # Loaded by soname, so that it is the one that the dynamic linker of this host takes.
     try:
         ctypes.CDLL("libstdc++.so.6")
@@ -100,7 +107,7 @@ def _libstdcxx():
     return ""
 
 
-def _run(*argv):
+def _run(*argv: str) -> str | None:
     """Return the stdout of a short command, or None when it is not there, fails, or takes over 20 seconds."""
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=20, check=True, cwd="/")
@@ -109,13 +116,14 @@ def _run(*argv):
     return done.stdout.decode("utf-8", "replace")
 
 
-def _gpus():
+def _gpus() -> tuple[list[dict[str, Any]], str]:
     """Return `([{name, compute_capability, memory_mib}], driver version)`, by nvidia-smi, else by NVML itself."""
     query = "--query-gpu=name,compute_cap,memory.total,driver_version"
     text = _run("nvidia-smi", query, "--format=csv,noheader,nounits")
     if text is None:
         return _nvml()
-    gpus, driver = [], ""
+    gpus: list[dict[str, Any]] = []
+    driver = ""
     for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == 4:
@@ -125,7 +133,7 @@ def _gpus():
     return gpus, driver
 
 
-def _nvml():
+def _nvml() -> tuple[list[dict[str, Any]], str]:
     """Ask libnvidia-ml (NVML API reference): a container may have the driver's library without its tools."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -155,7 +163,7 @@ def _nvml():
         nvml.nvmlShutdown()
 
 
-def _nvcc():
+def _nvcc() -> dict[str, str] | None:
     """Return `{path, release}` of the nvcc that a JIT compile would find on this PATH, or None."""
     path = shutil.which("nvcc")
     if path is None:
@@ -164,8 +172,8 @@ def _nvcc():
     return {"path": path, "release": found.group(1) if found else ""}
 
 
-def _os_release():
-    fields = {}
+def _os_release() -> str:
+    fields: dict[str, str] = {}
     for name in ("/etc/os-release", "/usr/lib/os-release"):
         try:
             with open(name, encoding="utf-8", errors="replace") as file:
@@ -185,7 +193,7 @@ UNLIMITED = 1 << 62
 _REFLINK = {"btrfs": True, "bcachefs": True, "ext4": False, "ext3": False, "tmpfs": False}
 
 
-def mounts():
+def mounts() -> list[tuple[str, str, set[str]]]:
     """Return `[(mount point, file system type, options)]` in mount order (proc_pid_mountinfo(5))."""
     out = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
@@ -199,7 +207,7 @@ def mounts():
     return out
 
 
-def space(path):
+def space(path: str) -> dict[str, Any]:
     """Return what the file system of `path` (or of its nearest parent that is there) offers to this user.
 
     Keys: `free_bytes`, `free_inodes` (`UNLIMITED` where there is no such limit), `fs` (type), `reflink` (None: not
@@ -212,7 +220,8 @@ def space(path):
     root = os.geteuid() == 0
     blocks = info.f_bfree if root else info.f_bavail
     inodes = info.f_ffree if root else info.f_favail
-    point, kind, options = "/", "", set()
+    point, kind = "/", ""
+    options: set[str] = set()
     for mount in mounts():
         # The longest mount point above the path holds; of two on one point, the later.
         inside = mount[0] == "/" or path == mount[0] or path.startswith(mount[0] + "/")

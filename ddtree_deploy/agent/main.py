@@ -127,7 +127,7 @@ def _work(session: Session, requests: Requests) -> None:
             fields, body = frames.pack(result.pop("_big")) if "_big" in result else ({}, b"")
             session.send({"re": session.current, "ok": True, **result, **fields}, body)
         except BaseException as error:  # the connection must answer every request, also a failed one
-            if isinstance(error, OSError) and error.errno in (28, 122) or getattr(error, "kind", "") == "stale-plan":
+            if (isinstance(error, OSError) and error.errno in (28, 122)) or getattr(error, "kind", "") == "stale-plan":
                 writes.give_back(session)
             session.send({"re": session.current, "ok": False, "error": _failure(error)})
 

@@ -1,5 +1,7 @@
 """Import packages, each in a process of its own, and judge what came of it: the last word on whether a tree loads."""
 
+from __future__ import annotations
+
 import json
 import os
 import pwd
@@ -15,6 +17,13 @@ from ddtree_deploy.agent import probe_child
 from ddtree_deploy.agent.children import cpus, has_ended, kill_group, signal_name, source_of
 from ddtree_deploy.agent.failure import Failure
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any
+
+    from ddtree_deploy.agent.main import Session
+
 TRACEBACK_LINES = 30
 #: Of what a child writes, its end is kept: a module that prints without end must not fill the host's memory.
 _OUTPUT_KEPT = 8 << 20
@@ -23,7 +32,18 @@ _SINGLE = re.compile(r"(lib(?:cudart|cudnn\w*|nccl))(?:-[0-9a-f]{8})?\.so\b")
 _SITE = re.compile(r"/(?:site|dist)-packages/")
 
 
-def imports(session, python, root, live_site, venv, modules, user="", env=None, timeout=120.0, jobs=None):
+def imports(
+    session: Session,
+    python: str,
+    root: str,
+    live_site: str,
+    venv: str,
+    modules: list[str],
+    user: str = "",
+    env: dict[str, str] | None = None,
+    timeout: float = 120.0,
+    jobs: int | None = None,
+) -> list[dict[str, Any]]:
     """Import each of `modules` in a process of its own, as the venv would were `root` its site-packages.
 
     `env` is added to a minimal environment, with paths below the live site-packages (an LD_LIBRARY_PATH, say) moved to
@@ -32,16 +52,17 @@ def imports(session, python, root, live_site, venv, modules, user="", env=None, 
     signal, a time-out (seconds), an exit without a result, an exception, and libraries of another tree each make `ok`
     false. A read-only session leaves no bytecode behind. Raises Failure when nothing can be imported at all.
     """
-    todo = queue.SimpleQueue()
+    todo: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
     for index, module in enumerate(modules):
         todo.put((index, module))
     how = _identity(user)
     how["env"].update((name, _moved(value, os.path.realpath(live_site), root)) for name, value in (env or {}).items())
     flags = ["-S", "-B"] if session.read_only else ["-S"]
     allow_system = _system_site(venv)
-    results, faults = {}, []
+    results: dict[int, dict[str, Any]] = {}
+    faults: list[Exception] = []
 
-    def work():
+    def work() -> None:
         while not session.aborted() and not faults:
             try:
                 index, module = todo.get_nowait()
@@ -72,7 +93,7 @@ def imports(session, python, root, live_site, venv, modules, user="", env=None, 
     return [results[index] for index in range(len(modules))]
 
 
-def _moved(value, live, root):
+def _moved(value: str, live: str, root: str) -> str:
     """Return a path list with what is below `live` moved below `root`, where it will be once `root` is live."""
     parts = []
     for part in value.split(":"):
@@ -81,16 +102,16 @@ def _moved(value, live, root):
     return ":".join(parts)
 
 
-def _identity(user):
+def _identity(user: str) -> dict[str, Any]:
     """Return the Popen arguments for who imports, where, and with which environment."""
-    who = pwd.getpwuid(os.geteuid()) if not user else None
-    if user:
-        try:
-            who = pwd.getpwnam(user)
-        except KeyError:
-            mend = "name the service's user in `ddtree.toml`"
-            raise Failure("usage", "the host has no user `%s`" % user, mend) from None
-    how = {
+    try:
+        who = pwd.getpwnam(user) if user else pwd.getpwuid(os.geteuid())
+    except KeyError:
+        if not user:
+            raise
+        mend = "name the service's user in `ddtree.toml`"
+        raise Failure("usage", "the host has no user `%s`" % user, mend) from None
+    how: dict[str, Any] = {
         "cwd": "/",
         "env": {
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -105,7 +126,9 @@ def _identity(user):
     return how
 
 
-def _import(session, interpreter, how, root, live_site, module, timeout):
+def _import(
+    session: Session, interpreter: list[str], how: dict[str, Any], root: str, live_site: str, module: str, timeout: float,
+) -> dict[str, Any]:
     result_out, result_in = os.pipe()
     argv = [*interpreter, "-c", source_of(probe_child), str(result_in), str(os.getpid()), root, live_site, module]
     started = time.monotonic()
@@ -127,6 +150,7 @@ def _import(session, interpreter, how, root, live_site, module, timeout):
         raise Failure("incompatible", why, mend) from None
     finally:
         os.close(result_in)
+    assert child.stderr is not None
     stderr = child.stderr.fileno()
     outputs = {result_out: b"", stderr: b""}
     try:
@@ -145,7 +169,7 @@ def _import(session, interpreter, how, root, live_site, module, timeout):
     return {"module": module, **_judge(outputs[result_out], text, child.returncode, late, seconds)}
 
 
-def _listen(session, child, outputs, deadline):
+def _listen(session: Session, child: subprocess.Popen[bytes], outputs: dict[int, bytes], deadline: float) -> bool:
     """Collect what `child` writes until it ended, which is True, or until `deadline` or an abort."""
     listening = set(outputs)
     while time.monotonic() < deadline and not session.aborted():
@@ -162,7 +186,7 @@ def _listen(session, child, outputs, deadline):
     return False
 
 
-def _judge(answer, text, status, late, seconds):
+def _judge(answer: bytes, text: str, status: int, late: str, seconds: float) -> dict[str, Any]:
     try:
         result = json.loads(answer)
     except ValueError:
@@ -188,7 +212,7 @@ def _judge(answer, text, status, late, seconds):
     return proof
 
 
-def _system_site(venv):
+def _system_site(venv: str) -> bool:
     """Tell whether the interpreter of `venv` may use packages outside it (no pyvenv.cfg: it is no venv of its own)."""
     try:
         with open(os.path.join(venv, "pyvenv.cfg"), encoding="utf-8", errors="replace") as file:
@@ -198,14 +222,15 @@ def _system_site(venv):
     return re.search(r"^include-system-site-packages\s*=\s*true\s*$", text, re.MULTILINE) is not None
 
 
-def foreign(files, root, live_site, venv, allow_system=False):
+def foreign(files: Iterable[str], root: str, live_site: str, venv: str, allow_system: bool = False) -> list[str]:
     """Return which loaded `files` come from another tree than `root`, and which libraries are there twice.
 
     Another tree is the live site-packages, another generation, or (unless `allow_system`) anybody else's site-packages.
     """
     own = os.path.realpath(root)
     others = [os.path.realpath(live_site), os.path.realpath(os.path.join(venv, ".ddtree", "generations"))]
-    found, single = [], {}
+    found: list[str] = []
+    single: dict[str, set[str]] = {}
     for path in files:
         real = os.path.realpath(path[: -len(" (deleted)")] if path.endswith(" (deleted)") else path)
         match = _SINGLE.match(os.path.basename(real))
@@ -219,5 +244,5 @@ def foreign(files, root, live_site, venv, allow_system=False):
     return sorted(twice) + sorted(found)
 
 
-def _below(path, tree):
+def _below(path: str, tree: str) -> bool:
     return path == tree or path.startswith(tree + "/")

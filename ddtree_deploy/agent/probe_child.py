@@ -4,12 +4,19 @@ argv: result descriptor, pid of the parent, root, live site-packages, module. Th
 descriptor, never on stdout; whoever gets none knows that the import ended the process.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Iterable
 
-def fence(parent):
+
+def fence(parent: int) -> None:
     """No core files, a stack on stderr when a signal kills us, and no life of our own after the parent's death."""
     import faulthandler
     import resource
@@ -26,7 +33,7 @@ def fence(parent):
         os._exit(1)
 
 
-def set_paths(root, live):
+def set_paths(root: str, live: str) -> None:
     """Do what `site` does at start-up, with `root` in the place of the live site-packages."""
     if sys.path and sys.path[0] == "":
         del sys.path[0]  # `-c` puts the working directory first
@@ -35,7 +42,7 @@ def set_paths(root, live):
     ordinary = site.getsitepackages
     same = os.path.realpath(live)
 
-    def getsitepackages(prefixes=None):
+    def getsitepackages(prefixes: Iterable[str] | None = None) -> list[str]:
         found = [root if os.path.realpath(path) == same else path for path in ordinary(prefixes)]
         return found if root in found else [root, *found]
 
@@ -44,7 +51,7 @@ def set_paths(root, live):
     site.getsitepackages = ordinary
 
 
-def mapped():
+def mapped() -> set[str]:
     """Return the files of which a part is mapped executable, from /proc/self/maps."""
     files = set()
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
@@ -55,7 +62,7 @@ def mapped():
     return files
 
 
-def sources():
+def sources() -> set[str]:
     """Return the files that the loaded modules say they come from."""
     found = set()
     for module in list(sys.modules.values()):
@@ -68,7 +75,7 @@ def sources():
     return found
 
 
-def their_part(tb):
+def their_part(tb: types.TracebackType | None) -> types.TracebackType | None:
     """Return a traceback without our own frames and those of the import system that come before the module's."""
     while tb is not None and (
         "importlib" in tb.tb_frame.f_code.co_filename or tb.tb_frame.f_code.co_filename == "<string>"
@@ -77,14 +84,14 @@ def their_part(tb):
     return tb
 
 
-def main():
+def main() -> None:
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
     root, live, module = sys.argv[3:6]
     os.set_inheritable(fd, False)
     fence(parent)
     me = os.getpid()
     sys.argv[:] = [""]
-    result = {"ok": True}
+    result: dict[str, object] = {"ok": True}
     import importlib
     import time
     import traceback

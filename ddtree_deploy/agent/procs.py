@@ -1,28 +1,35 @@
 """Which processes use files of a tree, and which SGLang servers run: from /proc (proc(5)), without stopping anybody."""
 
+from __future__ import annotations
+
 import os
 import re
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from typing import Any
 
 _DELETED = " (deleted)"
 
 
-def _pids():
+def _pids() -> list[int]:
     return sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
-def _bytes(pid, name):
+def _bytes(pid: int, name: str) -> bytes:
     with open("/proc/%d/%s" % (pid, name), "rb") as file:
         return file.read()
 
 
-def _argv(pid):
+def _argv(pid: int) -> list[str]:
     try:
         return [os.fsdecode(part) for part in _bytes(pid, "cmdline").split(b"\0")[:-1]]
     except OSError:
         return []
 
 
-def _command(pid):
+def _command(pid: int) -> str:
     """Return a process's command line on one line, shortened and without secrets; its short name when there is none."""
     text = " ".join(redact(_argv(pid)))
     if not text:
@@ -33,7 +40,7 @@ def _command(pid):
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def _links(pid):
+def _links(pid: int) -> Iterator[tuple[str, str]]:
     """Yield `(how, path)` of what a process has open; raise PermissionError when it may not be looked at."""
     for how in ("exe", "cwd"):
         try:
@@ -47,7 +54,7 @@ def _links(pid):
             pass
 
 
-def _maps(pid, needles):
+def _maps(pid: int, needles: list[bytes]) -> Iterator[tuple[str, str]]:
     data = _bytes(pid, "maps")
     if not any(needle in data for needle in needles):
         return
@@ -57,11 +64,11 @@ def _maps(pid, needles):
             yield "maps", re.sub(r"\\012", "\n", os.fsdecode(fields[5]))
 
 
-def _below(path, tree):
+def _below(path: str, tree: str) -> bool:
     return path == tree or path.startswith((tree + "/", tree + _DELETED))
 
 
-def users_of(roots):
+def users_of(roots: Iterable[str]) -> dict[str, Any]:
     """Return `{"users": [...], "unread": n}`: who uses files below `roots`, and how many could not be looked at.
 
     A user is `{pid, command, how, path}`, at most one for each pid, root and `how`: `maps` (mapped, as a loaded library
@@ -70,11 +77,13 @@ def users_of(roots):
     """
     trees = sorted({os.path.realpath(root) for root in roots})
     needles = [os.fsencode(tree) for tree in trees]
-    users, unread = [], 0
+    users: list[dict[str, Any]] = []
+    unread = 0
     for pid in _pids():
         if pid == os.getpid():
             continue
-        found, denied = {}, False
+        found: dict[tuple[str, str], str] = {}
+        denied = False
         for source in (_links(pid), _maps(pid, needles)):
             try:
                 for how, path in source:
@@ -92,7 +101,7 @@ def users_of(roots):
     return {"users": users, "unread": unread}
 
 
-def _sees(pid, tree):
+def _sees(pid: int, tree: str) -> bool:
     """Tell whether `tree` is for `pid` the directory that it is for us; a container may have its own of that name."""
     try:
         theirs = os.stat("/proc/%d/root%s" % (pid, tree))
@@ -123,7 +132,7 @@ _INLINE = re.compile(
 )
 
 
-def is_secret(name, value=""):
+def is_secret(name: str, value: str = "") -> bool:
     """Tell whether a flag or variable of this name holds a secret; counts such as `--max-total-tokens 4096` do not."""
     words = [word for word in re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name).lower()) if word]
     if not words:
@@ -133,13 +142,13 @@ def is_secret(name, value=""):
     return words[-1] in _LAST or any(word in _ALWAYS for word in words) or "api-key" in "-".join(words)
 
 
-def scrub(text):
+def scrub(text: str) -> str:
     """Replace in a value what looks like a secret whatever its name: token shapes, passwords in URLs, JSON fields."""
     text = _USERINFO.sub(HIDDEN + "@", _SHAPES.sub(HIDDEN, text))
     return _INLINE.sub(lambda match: match.group(1) + match.group(2) + HIDDEN + match.group(2), text)
 
 
-def redact(argv):
+def redact(argv: list[str]) -> list[str]:
     """Return `argv` with the values of secret flags replaced by `***`: `--api-key X`, `--api-key=X`, `HF_TOKEN=X`."""
     out, hide = [], False
     for index, part in enumerate(argv):
@@ -157,7 +166,7 @@ def redact(argv):
     return out
 
 
-def environment(items):
+def environment(items: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a server that a launch depends on, by the prefixes of `ENVIRONMENT`, without secrets."""
     return {
         name: scrub(value)
@@ -166,7 +175,7 @@ def environment(items):
     }
 
 
-def is_server(argv):
+def is_server(argv: list[str]) -> bool:
     """Tell whether a command line starts an SGLang server, or the standalone one of ours."""
     for index, part in enumerate(argv[:-1]):
         if part == "-m" and argv[index + 1] in ("sglang.launch_server", "ddtree.server"):
@@ -176,7 +185,7 @@ def is_server(argv):
     return any(part.endswith("sglang/launch_server.py") for part in argv[:8])
 
 
-def servers(venv):
+def servers(venv: str) -> list[dict[str, Any]]:
     """Return `[{pid, argv, env, cwd}]` of the servers that run from `venv`: a known-good launch, without its secrets.
 
     Workers that a server forks with its own command line are not servers. What may not be looked at is left out.

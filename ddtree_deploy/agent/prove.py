@@ -1,5 +1,7 @@
 """The proofs that need the host: whole-set hashes, a compile of every source, and (probe.py) imports."""
 
+from __future__ import annotations
+
 import os
 import select
 import subprocess
@@ -10,10 +12,29 @@ from ddtree_deploy.agent.children import cpus, kill_group, signal_name, source_o
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.probe import imports
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable, Mapping
+    from typing import Any
+
+    from ddtree_deploy.agent.main import Session
+    from ddtree_deploy.agent.walk import Entry
+
+    #: The stamp of a file (`walk.stamp`; no ctime: not compared) and the digest that it vouches for.
+    Known = tuple[tuple[int, int, int, int, int | None], str]
+
 __all__ = ["hashes", "imports", "syntax"]
 
 
-def syntax(session, python, root, paths, jobs=None, baseline=frozenset(), write=True):
+def syntax(
+    session: Session,
+    python: str,
+    root: str,
+    paths: Iterable[str],
+    jobs: int | None = None,
+    baseline: Container[str] = frozenset(),
+    write: bool = True,
+) -> tuple[int, list[tuple[str, str]]]:
     """Compile the `.py` files `paths` below `root` by the interpreter `python`, in `jobs` processes.
 
     Returns `(compiled, errors)`: how many compiled, and `(path, message)` of those that did not, without the paths in
@@ -31,17 +52,19 @@ def syntax(session, python, root, paths, jobs=None, baseline=frozenset(), write=
     sized.sort(reverse=True)
     jobs = max(1, min(jobs or cpus(), (len(sized) + 63) // 64))
     mode = "write" if write else "check"
-    errors, faults, done = [], [], [0]
+    errors: list[tuple[str, str]] = []
+    faults: list[Exception] = []
+    done = [0]
     lock = threading.Lock()
 
-    def record(path, message):
+    def record(path: str, message: str) -> None:
         with lock:
             done[0] += 1
             if message:
                 errors.append((path, message))
         session.progress("compile", done[0], len(sized), "files", path)
 
-    def work(share):
+    def work(share: list[str]) -> None:
         try:
             while share and not session.aborted():
                 share = _compile(session, python, root, mode, share, record)
@@ -61,7 +84,7 @@ def syntax(session, python, root, paths, jobs=None, baseline=frozenset(), write=
     return done[0] - len(errors), sorted(pair for pair in errors if pair[0] not in baseline)
 
 
-def _compile(session, python, root, mode, paths, record):
+def _compile(session: Session, python: str, root: str, mode: str, paths: list[str], record: Callable[[str, str], None]) -> list[str]:
     """Run one compiler over `paths`; returns those that it did not reach, because one of them killed it."""
     try:
         child = subprocess.Popen(
@@ -74,6 +97,7 @@ def _compile(session, python, root, mode, paths, record):
         )
     except OSError as error:
         raise Failure("incompatible", "the interpreter `%s` does not start: %s" % (python, error.strerror)) from None
+    assert child.stdin is not None and child.stdout is not None
     reached = 0
     try:
         try:
@@ -111,14 +135,20 @@ def _compile(session, python, root, mode, paths, record):
         child.stdout.close()
 
 
-def hashes(session, root, entries, index, walked=None):
+def hashes(
+    session: Session, root: str, entries: list[list[Any]], index: Mapping[str, Known], walked: list[Entry] | None = None,
+) -> tuple[int, int, list[str]]:
     """Compare the tree `root` with `entries` (`[path, kind, mode, size, digest]`), which name all of it.
 
     `index` maps a path to `(walk.stamp, digest)`: a file whose stamp is still that one is vouched for (a ctime of None is
-    not compared), any other is read. `walked` is a walk of `root` made just now. Returns `(hashed, vouched, bad)`: numbers of files, and one line for each difference.
+    not compared), any other is read. `walked` is a walk of `root` made just now. Returns `(hashed, vouched, bad)`: numbers
+    of files, and one line for each difference.
     """
     expected = {entry[0]: entry for entry in entries}
-    bad, suspects, vouched, seen = [], [], 0, set()
+    bad: list[str] = []
+    suspects: list[str] = []
+    seen: set[str] = set()
+    vouched = 0
     for found in walked if walked is not None else walk.walk(root):
         path, kind, mode, size = found[:4]
         seen.add(path)
@@ -143,7 +173,7 @@ def hashes(session, root, entries, index, walked=None):
     total = sum(expected[path][3] for path in suspects)
     done = [0]
 
-    def moved(count, path):
+    def moved(count: int, path: str) -> None:
         done[0] += count
         session.progress("hash", done[0], total, "bytes", path)
 
@@ -159,7 +189,7 @@ def hashes(session, root, entries, index, walked=None):
     return len(suspects), vouched, sorted(bad)
 
 
-def _vouched(known, found, digest):
+def _vouched(known: Known | None, found: Entry, digest: str) -> bool:
     if known is None or known[1] != digest:
         return False
     stamp = walk.stamp(found)

@@ -1,9 +1,15 @@
 """Console scripts of a venv, made for its interpreter (packaging specification "Entry points")."""
 
+from __future__ import annotations
+
 import os
 import re
 
 from ddtree_deploy.agent import dists
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Container
 
 MARK = "# made by ddtree-deploy for "
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\Z")
@@ -14,7 +20,7 @@ _KEPT = re.compile(r"(?:python[\d.]*t?(?:-config)?|pythonw|activate.*|deactivate
 _SHEBANG = 127
 
 
-def shebang(python):
+def shebang(python: str) -> str:
     """Return the first lines of a script for `python`: plain, or by /bin/sh where the path is long or has a space."""
     line = "#!%s\n" % python
     if len(os.fsencode(line)) <= _SHEBANG and not re.search(r"\s", python):
@@ -24,7 +30,7 @@ def shebang(python):
     return "#!/bin/sh\n'''exec' \"%s\" \"$0\" \"$@\"\n' '''\n" % quoted
 
 
-def text_of(distribution, target, python):
+def text_of(distribution: str, target: str, python: str) -> str | None:
     """Return a console script that calls `target` (`module:attr`), or None when that is not an entry point."""
     match = _TARGET.match(target)
     if match is None:
@@ -40,7 +46,7 @@ def text_of(distribution, target, python):
     )
 
 
-def _read(path):
+def _read(path: str) -> str | None:
     """Return a file's text, None when there is none, and an empty string for what is no small regular file."""
     try:
         if os.path.islink(path) or not os.path.isfile(path) or os.path.getsize(path) > 1 << 16:
@@ -51,24 +57,27 @@ def _read(path):
         return ""
 
 
-def _is_ours(text):
+def _is_ours(text: str) -> bool:
     return MARK in text[:4096]
 
 
-def _is_generated(text):
+def _is_generated(text: str) -> bool:
     """Tell whether an installer made this script: it only calls an entry point, as those of pip and uv do."""
     return text.startswith("#!") and "import" in text and "sys.exit(" in text and len(text.splitlines()) <= 20
 
 
-def _does(text, target, python):
+def _does(text: str, target: str, python: str) -> bool:
     """Tell whether an installer's script already calls `target` by `python`."""
-    module, attribute = _TARGET.match(target).groups()
+    match = _TARGET.match(target)
+    if match is None:
+        return False
+    module, attribute = match.groups()
     name = attribute.split(".")[0]
     called = re.search(r"^\s*from\s+%s\s+import\s+%s\s*$" % (re.escape(module), re.escape(name)), text, re.MULTILINE)
     return text.startswith(shebang(python)) and called is not None and "sys.exit(%s())" % attribute in text
 
 
-def _write(path, text):
+def _write(path: str, text: str) -> None:
     temporary = "%s.ddtree-%d" % (path, os.getpid())
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o755)
     try:
@@ -83,7 +92,7 @@ def _write(path, text):
         raise
 
 
-def regenerate(site, bin_dir, python, former=()):
+def regenerate(site: str, bin_dir: str, python: str, former: Container[str] = ()) -> dict[str, list[str]]:
     """Make the console scripts in `bin_dir` those of the distributions in `site`, for the interpreter `python`.
 
     Written by a rename, mode 0755. Removed are only scripts that we made and that no distribution has now, and
@@ -92,15 +101,17 @@ def regenerate(site, bin_dir, python, former=()):
     `{written, removed, kept}`, sorted names; `kept` are hand-made files in the place of a console script.
     """
     wanted = {}
-    for distribution in dists.read_distributions(site):
-        for name, target in distribution["scripts"]:
+    for dist in dists.read_distributions(site):
+        for name, target in dist["scripts"]:
             if _NAME.match(name) and not _KEPT.match(name) and _TARGET.match(target):
-                wanted[name] = (distribution["name"], target)
+                wanted[name] = (dist["name"], target)
     written, removed, kept = [], [], []
     os.makedirs(bin_dir, exist_ok=True)
     for name, (distribution, target) in sorted(wanted.items()):
         path = os.path.join(bin_dir, name)
         text, now = text_of(distribution, target, python), _read(path)
+        if text is None:
+            continue
         if now is not None and (now == text or (not _is_ours(now) and _does(now, target, python))):
             continue
         if now is not None and not _is_ours(now) and not _is_generated(now):

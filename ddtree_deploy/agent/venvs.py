@@ -1,5 +1,7 @@
 """What a directory is as a venv (PEP 405), and how to make one where an interpreter of the right minor version is."""
 
+from __future__ import annotations
+
 import glob
 import os
 import re
@@ -9,12 +11,17 @@ import subprocess
 from ddtree_deploy.agent import facts
 from ddtree_deploy.agent.failure import Failure
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from typing import Any
+
 _GENERATION = re.compile(r"(?:^|/)\.ddtree/generations/(\d+)/site-packages/?\Z")
 
 
-def _config(venv):
+def _config(venv: str) -> dict[str, str] | None:
     """Return the fields of pyvenv.cfg, lower-case keys, or None when there is none."""
-    fields = {}
+    fields: dict[str, str] = {}
     try:
         with open(os.path.join(venv, "pyvenv.cfg"), encoding="utf-8", errors="replace") as file:
             for line in file:
@@ -26,7 +33,7 @@ def _config(venv):
     return fields
 
 
-def _dangling(path):
+def _dangling(path: str) -> str:
     """Return the first link target on the way from `path` that is not there, or an empty string."""
     for _ in range(40):
         if not os.path.islink(path):
@@ -35,7 +42,7 @@ def _dangling(path):
     return path
 
 
-def _sites(venv):
+def _sites(venv: str) -> list[str]:
     return sorted(
         os.path.relpath(path, venv)
         for path in glob.glob(os.path.join(glob.escape(venv), "lib", "python3*", "site-packages"))
@@ -43,7 +50,7 @@ def _sites(venv):
     )
 
 
-def inspect(venv):
+def inspect(venv: str) -> dict[str, Any]:
     """Return what is at `venv`, by looking at files alone.
 
     Keys: `exists`, `is_venv` (has pyvenv.cfg), `conda`, `home` and `version` (of pyvenv.cfg), `system_site`, `python`
@@ -83,7 +90,7 @@ def inspect(venv):
     }
 
 
-def interpreters(minor):
+def interpreters(minor: str) -> Iterator[str]:
     """Yield the paths where an interpreter of `minor` (`3.12`) may be: PATH, the system, uv, pyenv, conda."""
     name = "python" + minor
     home = os.path.expanduser("~")
@@ -105,12 +112,12 @@ def interpreters(minor):
         yield from sorted(glob.glob(pattern), reverse=True)
 
 
-def find(minor, candidates=()):
+def find(minor: str, candidates: Iterable[str] = ()) -> dict[str, Any] | None:
     """Return the facts of the first interpreter of `minor` that runs (`facts.python_facts`), or None.
 
     `candidates` are tried first. Debug and free-threaded builds are passed over: no ordinary wheel loads in them.
     """
-    seen = set()
+    seen: set[str] = set()
     for path in [*candidates, *interpreters(minor)]:
         real = os.path.realpath(path)
         if real in seen:
@@ -125,7 +132,7 @@ def find(minor, candidates=()):
     return None
 
 
-def create(venv, minor, candidates=()):
+def create(venv: str, minor: str, candidates: Iterable[str] = ()) -> dict[str, Any]:
     """Make the venv by the first interpreter of `minor` that is found; return the facts of its interpreter.
 
     Raises Failure when there is no such interpreter, or something is there already. What a failure leaves is removed.
