@@ -61,7 +61,7 @@ class Solution:
         return tuple(out)
 
     def command(self, target: str) -> str:
-        return f"ddtree-deploy push {target} --only {','.join(self.names)}"
+        return " ".join(["ddtree-deploy push", target, *(f"--only {name}" for name in self.names)])
 
 
 def roots(source: Site, names: Collection[str]) -> tuple[str, ...]:
