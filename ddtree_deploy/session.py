@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -196,11 +196,12 @@ class Session:
     def _lost(self) -> Exception:
         if not self._greeted:
             return self._channel.failure()
+        mend = "run the same command again: it resumes"
         if time.monotonic() - self._heard > SILENCE_SECONDS:
-            return HostUnreachable(f"`{self.host.name}` went silent for {SILENCE_SECONDS:.0f} s", mend="run the same command again: it resumes")
+            return HostUnreachable(f"`{self.host.name}` went silent for {SILENCE_SECONDS:.0f} s", mend=mend)
         tail = self._channel.stderr_tail()
         causes = tuple(tail.splitlines()[-5:])
-        return HostUnreachable(f"the connection to `{self.host.name}` broke", mend="run the same command again: it resumes", causes=causes)
+        return HostUnreachable(f"the connection to `{self.host.name}` broke", mend=mend, causes=causes)
 
     # requests
 
@@ -270,22 +271,29 @@ class Session:
         message = str(error.get("message", "the agent failed without a word"))
         return kind(f"{self.host.name}: {message}", mend=error.get("mend") or None, causes=tuple(map(str, error.get("causes") or ())))
 
-    def send_objects(self, items: Sequence[tuple[str, int]], open_item: Callable[[Any], int], moved: Callable[[int], None]) -> list[str]:
+    def send_objects(
+        self,
+        items: Sequence[tuple[str, int]],
+        open_item: Callable[[Any], int],
+        moved: Callable[[int], None],
+        packed: Mapping[str, int] | None = None,
+    ) -> list[str]:
         """Stream objects to the agent; return the digests whose local file was too short (damaged store).
 
-        `open_item((digest, size))` returns a descriptor. `moved(bytes)` is called after each frame.
+        `open_item((digest, size))` returns a descriptor, of compressed bytes for a digest in `packed` (its size on the wire).
+        `moved(bytes)` is called after each frame with the bytes that it took on the wire.
         """
         short: list[str] = []
-        batches: Iterable[list[tuple[str, int]]] = objects.batches(items)
-        for batch in batches:
+        sizes = packed or {}
+        for batch in objects.batches(items, sizes):
             if not self._replies.empty():
                 self._raise_pending()
             try:
                 with self._write_lock:
-                    short += objects.send_batch(batch, {"op": "objects"}, open_item, self._write, self._channel.stdin_fd)
+                    short += objects.send_batch(batch, {"op": "objects"}, open_item, self._write, self._channel.stdin_fd, sizes)
             except (OSError, ValueError) as error:
                 raise self._broken() from error
-            moved(sum(item[1] for item in batch))
+            moved(sum(sizes.get(item[0], item[1]) for item in batch))
         return short
 
     def _raise_pending(self) -> None:

@@ -170,6 +170,59 @@ class Store:
                 finally:
                     batch.discard()
 
+    # compressed twins of objects, for slow links
+
+    def packed_path(self, digest: str) -> Path:
+        return self.root / "packed" / digest[:2] / digest
+
+    def packed(self, items: Iterable[tuple[str, int]]) -> dict[str, int]:
+        """Return the sizes of the compressed twins of those objects that have one."""
+        found: dict[str, int] = {}
+        if (self.root / "packed").is_dir():
+            for digest, _size in items:
+                try:
+                    size = self.packed_path(digest).stat().st_size
+                except FileNotFoundError:
+                    continue
+                if size:
+                    found[digest] = size
+        return found
+
+    def open_packed(self, digest: str) -> int:
+        return os.open(self.packed_path(digest), os.O_RDONLY | os.O_CLOEXEC)
+
+    def compress(self, emit: Emit = ignore, level: int = 3) -> tuple[int, int, int]:
+        """Give every object that shrinks by a tenth or more a zstandard twin; return (twins made, their raw bytes, their bytes).
+
+        Costs about 10 CPU seconds per GB, once. An object that does not shrink gets an empty twin, so that it is not tried again.
+        """
+        from concurrent.futures import ThreadPoolExecutor
+
+        todo = sorted(digest for digest in self.digests() if not self.packed_path(digest).exists())
+        sizes = {digest: self.path(digest).stat().st_size for digest in todo}
+        total, done, made, raw, small = sum(sizes.values()), 0, 0, 0, 0
+        with self.lock("cache compress", shared=True), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            for digest, size in zip(todo, pool.map(lambda name: self._compress(name, level), todo), strict=True):
+                done += sizes[digest]
+                made, raw, small = made + bool(size), raw + (sizes[digest] if size else 0), small + size
+                emit(Progress("store", "compress", done, total, "bytes", digest[:12]))
+        durable.sync_file_system(os.fspath(self.root))
+        return made, raw, small
+
+    def _compress(self, digest: str, level: int) -> int:
+        import zstandard
+
+        target = self.packed_path(digest)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.temporary / f"zst-{os.getpid()}-{digest}"
+        with self.path(digest).open("rb") as source, temporary.open("wb") as sink:
+            whole, small = zstandard.ZstdCompressor(level=level).copy_stream(source, sink)
+            if small > 0.9 * whole:
+                sink.truncate(0)
+                small = 0
+        temporary.rename(target)
+        return int(small)
+
     # snapshots
 
     def add(self, manifest: Manifest, label: str, *, proof: Mapping[str, Any] | None = None) -> SnapshotRef:
@@ -237,7 +290,8 @@ class Store:
         if len(matches) == 1:
             return matches[0]
         if matches:
-            raise UsageProblem(f"`{text}` means {len(matches)} snapshots", mend="give more characters: " + ", ".join(m[:16] for m in matches[:5]))
+            some = ", ".join(m[:16] for m in matches[:5])
+            raise UsageProblem(f"`{text}` means {len(matches)} snapshots", mend=f"give more characters: {some}")
         import difflib
 
         names = [ref.label for ref in refs if ref.label] + [ref.id[:12] for ref in refs]
@@ -300,6 +354,7 @@ class Store:
                     self.forget(name)
                 for digest in spare:
                     self.path(digest).unlink(missing_ok=True)
+                    self.packed_path(digest).unlink(missing_ok=True)
                 self._clear({ref.id for ref in kept})
             return Pruned(tuple(gone), len(spare), size)
 
@@ -327,7 +382,8 @@ class Store:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise Locked(f"the store `{self.root}` is in use by another run, {what} waits for it", mend="run it again later") from None
+                        message = f"the store `{self.root}` is in use by another run, {what} waits for it"
+                        raise Locked(message, mend="run it again later") from None
                     time.sleep(0.1)
             yield
         finally:
@@ -375,8 +431,9 @@ class Ingest:
         self.landing = Landing(os.fspath(self.directory), self._place, dict(expected))
 
     def _place(self, digest: str, temporary: str) -> None:
-        os.chmod(temporary, 0o444)
-        os.rename(temporary, self.directory / digest)
+        received = Path(temporary)
+        received.chmod(0o444)
+        received.rename(self.directory / digest)
 
     @property
     def bad(self) -> Iterable[str]:
@@ -386,19 +443,19 @@ class Ingest:
         """Flush everything that arrived, then give it its name."""
         if self.landing.error is not None:
             raise self.landing.error
-        names = [name for name in os.listdir(self.directory) if len(name) == 64]
+        names = [path.name for path in self.directory.iterdir() if len(path.name) == 64]
         if not names:
             return
         durable.sync_file_system(os.fspath(self.directory))
         for shard in {name[:2] for name in names}:
             (self.store.objects / shard).mkdir(exist_ok=True)
         for name in names:
-            os.rename(self.directory / name, self.store.path(name))
+            (self.directory / name).rename(self.store.path(name))
         durable.sync_file_system(os.fspath(self.store.objects))
 
     def discard(self) -> None:
-        for name in os.listdir(self.directory):
-            os.unlink(self.directory / name)
+        for path in list(self.directory.iterdir()):
+            path.unlink()
         self.directory.rmdir()
 
 

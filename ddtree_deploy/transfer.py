@@ -30,6 +30,7 @@ from ddtree_deploy.events import Emit, Note, Progress, Step, ignore
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.models import STOCK, Inventory, Manifest, Plan, Proofs, Pushed, Use
 from ddtree_deploy.plan import chosen, make, probe_modules
+from ddtree_deploy.sending import Sent, send
 from ddtree_deploy.session import Session
 from ddtree_deploy.snapshot import import_proof
 from ddtree_deploy.store import Store
@@ -115,8 +116,8 @@ def push(
         previous=previous,
         snapshot=snapshot_id,
         changed_files=len(plan.changes),
-        sent_objects=work.sent_objects,
-        sent_bytes=work.sent_bytes,
+        sent_objects=work.sent.objects,
+        sent_bytes=work.sent.bytes,
         seconds=clock.total(),
         phases=dict(clock.phases),
         verified=options.verify,
@@ -262,8 +263,7 @@ class _Push:
     clock: _Clock
     emit: Emit
     tx: str = ""
-    sent_objects: int = 0
-    sent_bytes: int = 0
+    sent: Sent = field(default_factory=Sent)
     proofs: list[Proofs] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
 
@@ -313,9 +313,10 @@ class _Push:
                 value["files"] = rows
             if base is not None:
                 value["base"] = {"root": f"{base.fields['venv']}/{base.fields['site']}", "vouch": _vouch(base)}
-            need = [(digest, size) for digest, size in self.ask("stage", value, base=plan.base).value]
+            reply = self.ask("stage", value, base=plan.base)
+            need = [(digest, size) for digest, size in reply.value]
         with self.clock("send"):
-            self._send(need)
+            self.sent = send(self.session, self.store, need, unpacks=bool(reply.fields["zstd"]), name=self._name)
         with self.clock("stage"):
             self.step("build the new generation")
             # While the host links files, this side notes what the result is.
@@ -323,40 +324,6 @@ class _Push:
             note.start()
             self.changed = self.ask("build").value
             note.join()
-
-    def _send(self, need: Sequence[tuple[str, int]]) -> None:
-        total = sum(size for _digest, size in need)
-        done = 0
-
-        def moved(count: int) -> None:
-            nonlocal done
-            done += count
-            self.emit(Progress(self.host.name, "send", done, total))
-
-        todo = list(need)
-        for attempt in (1, 2):
-            if not todo:
-                return
-            self.step(f"send {len(todo)} objects")
-            self.session.send_objects(todo, lambda item: self.store.open_object(item[0]), moved)
-            fields = self.ask("received").fields
-            self.sent_objects, self.sent_bytes = fields["objects"], fields["bytes"]
-            bad = set(fields["bad"])
-            for digest in bad:
-                self._check_ours(digest)
-            todo = [item for item in todo if item[0] in bad]
-            if todo and attempt == 1:
-                self.emit(Note(self.host.name, f"{len(todo)} objects were damaged on the way, sending them again", "warn"))
-        if todo:
-            causes = tuple(self._name(digest) for digest, _ in todo[:10])
-            raise IntegrityFailure(f"objects are damaged on the way to `{self.host.name}`", mend="try another network path to it", causes=causes)
-
-    def _check_ours(self, digest: str) -> None:
-        """Raise IntegrityFailure, with the file's name, when it is our own object that is damaged."""
-        try:
-            self.store.check(digest)
-        except IntegrityFailure as error:
-            raise IntegrityFailure(error.message, mend=error.mend, causes=(self._name(digest),)) from error
 
     def _name(self, digest: str) -> str:
         return next((entry.path for entry in self.plan.result.files if entry.digest == digest), digest)
@@ -403,7 +370,7 @@ class _Push:
         on_source = {row["module"]: row["ok"] for row in source.get("imports", [])}
         known = {module for module in failed if on_source.get(module) is False}
         foreign = [module for module in failed if module not in on_source]
-        if foreign and self.plan.base_generation is not None or foreign and self.plan.base:
+        if foreign and (self.plan.base_generation is not None or self.plan.base):
             rows = self.ask("probe", foreign, venv=self.host.venv, **self._probing()).value
             known |= {row["module"] for row in rows if not row["ok"]}
         return known
@@ -432,16 +399,16 @@ class _Push:
         if not proofs.ok and not self.options.rollback:
             self.emit(Note(self.host.name, "a proof failed on the live tree, which stays because of --no-rollback", "warn"))
         elif not proofs.ok:
-            self._revert(tx, previous, proofs)
+            self._revert(previous, proofs)
         return tx, generation, previous
 
-    def _revert(self, tx: str, previous: int, proofs: Proofs) -> None:
+    def _revert(self, previous: int, proofs: Proofs) -> None:
         outcome = self.ask("revert", reason="a proof failed on the live tree").fields["outcome"]
         if outcome == "reverted":
-            raise RevertedAfterFailure(
-                f"`{self.host.name}` is back at generation {previous}: a proof failed after the switch", causes=failed_lines(proofs)
-            )
-        raise RestoreUnconfirmed(f"a proof failed on `{self.host.name}`, and its ledger does not say that it went back", causes=failed_lines(proofs))
+            message = f"`{self.host.name}` is back at generation {previous}: a proof failed after the switch"
+            raise RevertedAfterFailure(message, causes=failed_lines(proofs))
+        message = f"a proof failed on `{self.host.name}`, and its ledger does not say that it went back"
+        raise RestoreUnconfirmed(message, causes=failed_lines(proofs))
 
 
 def _vouch(seen: Survey) -> list[list[Any]]:

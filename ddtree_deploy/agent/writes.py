@@ -10,7 +10,7 @@ import os
 import time
 import uuid
 
-from ddtree_deploy.agent import durable, facts, frames, guardian, layout, locks, objects, prove, stage, switch, tidy, venvs, walk
+from ddtree_deploy.agent import durable, facts, frames, guardian, layout, locks, objects, prove, stage, switch, tidy, venvs, walk, zstd
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.reads import venv_python
 
@@ -123,7 +123,7 @@ def stage_request(session: Session, header: dict[str, Any], value: dict[str, Any
         os.rename(temporary, os.path.join(push.found.incoming, digest))
 
     push.landing = objects.Landing(push.found.incoming, place, expected=need)
-    return {"generation": push.number, "_big": sorted(need.items(), key=lambda item: (-item[1], item[0]))}
+    return {"generation": push.number, "zstd": zstd.available(), "_big": sorted(need.items(), key=lambda item: (-item[1], item[0]))}
 
 
 def _still_the_base(session: Session, root: str, fingerprint: str) -> list[Entry]:
