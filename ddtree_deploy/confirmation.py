@@ -55,7 +55,8 @@ def outcome_after_loss(host: Host, tx: str, previous: int | None, seconds: float
             continue
         for entry in seen.value["ledger"]:
             if entry.get("tx") == tx and entry.get("event") == "reverted":
-                return RevertedAfterFailure(f"`{host.name}` went back by itself: the connection broke after the switch", causes=(lost.message,))
+                message = f"`{host.name}` went back by itself: the connection broke after the switch"
+                return RevertedAfterFailure(message, causes=(lost.message,))
         if seen.fields["lock"] is None:
             if (seen.fields["generation"] or 0) == (previous or 0):
                 return lost

@@ -113,7 +113,8 @@ def _reachable(root: Path, say: Callable[[str], None]) -> Iterator[dict[str, str
         try:
             sshd = stack.enter_context(loopback_sshd(root / "sshd", aliases=("ct129", "ct200")))
             # An sshd that runs may still refuse this user (a locked account, say).
-            subprocess.run(["ssh", "-F", str(sshd.client_config), "-o", "BatchMode=yes", "ct129", "true"], check=True, capture_output=True, timeout=20)
+            argv = ["ssh", "-F", str(sshd.client_config), "-o", "BatchMode=yes", "ct129", "true"]
+            subprocess.run(argv, check=True, capture_output=True, timeout=20)
             env["DDTREE_SSH_CONFIG"] = str(sshd.client_config)
             transport = ""
             say(f"both are reached over a real sshd on 127.0.0.1, port {sshd.port}")

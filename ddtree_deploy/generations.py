@@ -139,7 +139,7 @@ def rollback(
             emit(Note(host.name, begun["recovered"], "warn"))
             plan = _rollback_plan(session, generation)
         session.ask("choose", generation=plan.generation)
-        modules = _modules(session, plan) if verify else []
+        modules = _modules(session) if verify else []
         probing: dict[str, Any] = {"user": host.service_user, "env": dict(host.service_env), "timeout": probe_timeout}
         emit(Step(host.name, f"switch to generation {plan.generation}"))
         done = session.ask("switch", deadline=confirm_timeout + probe_timeout * len(modules)).fields
@@ -147,7 +147,8 @@ def rollback(
         proofs = Proofs(where="live", imports=tuple(import_proof(row) for row in rows))
         if not proofs.ok:
             # The generation we came from may be just as broken; then the user's choice stands.
-            emit(Note(host.name, "a package does not import in the restored generation either: " + "; ".join(failed_lines(proofs)[:3]), "warn"))
+            lines = "; ".join(failed_lines(proofs)[:3])
+            emit(Note(host.name, f"a package does not import in the restored generation either: {lines}", "warn"))
     confirm(host, done["tx"], done["generation"], done["previous"], confirm_timeout, emit)
     return RolledBack(host.name, done["generation"], done["previous"], (proofs,) if verify else ())
 
@@ -163,7 +164,10 @@ def _rollback_plan(session: Session, generation: int | None) -> RollbackPlan:
     if target is None:
         target = _before(seen.value["ledger"], live, list(known))
     if target is None or target not in known or target == live:
-        what = f"generation {target} is live already" if target == live else f"there is no generation {'before %d' % live if target is None else target}"
+        if target == live:
+            what = f"generation {target} is live already"
+        else:
+            what = f"there is no generation {f'before {live}' if target is None else target}"
         here = ", ".join(str(number) for number in sorted(known) if number != live) or "none"
         raise UsageProblem(f"`{host.name}`: {what}", mend=f"generations to go back to: {here}")
     return RollbackPlan(host.name, target, live, (known[target] or {}).get("snapshot", ""), _uses(session, live))
@@ -179,7 +183,7 @@ def _before(ledger: list[Mapping[str, Any]], live: int, numbers: list[int]) -> i
     return max(older) if older else None
 
 
-def _modules(session: Session, plan: RollbackPlan) -> list[str]:
+def _modules(session: Session) -> list[str]:
     value = session.ask("scan", venv=session.host.venv).value
     tops = {row[0].partition("/")[0] for row in value["files"] if row[0].endswith("/__init__.py") and row[0].count("/") == 1}
     return sorted(tops & set(ROOTS))

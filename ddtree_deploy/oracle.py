@@ -129,7 +129,8 @@ def unchanged(generation: int) -> tuple[Check, ...]:
 def link_checks(session: Session) -> tuple[Check, ...]:
     """Judge the live tree as it stands (`verify --level link`)."""
     verdict = abi.inspect(target_site(session))
-    return tuple(check for check in verdict.checks if check.level != "ok") or (Check("link", "ok", "every shared object finds what it needs"),)
+    found = tuple(check for check in verdict.checks if check.level != "ok")
+    return found or (Check("link", "ok", "every shared object finds what it needs"),)
 
 
 def gpu_checks(session: Session) -> tuple[Check, ...]:

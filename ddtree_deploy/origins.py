@@ -71,15 +71,14 @@ def _ownership(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], dict[
             findings.append(Finding("duplicate", name, f"{count} dist-info directories: one is left over from an interrupted install"))
     for index, row in enumerate(rows):
         if row["editable"]:
-            findings.append(
-                Finding("editable", row["name"], f"installed in place from {row['editable']}: install it as a wheel (`pip install .`) first")
-            )
+            text = f"installed in place from {row['editable']}: install it as a wheel (`pip install .`) first"
+            findings.append(Finding("editable", row["name"], text))
         if row["record"] is None:
             findings.append(Finding("no-record", row["dir"], "has no RECORD: its files count as unowned"))
             owner[f"{row['dir']}/METADATA"] = index
             continue
         for path, digest in row["record"]:
-            if path.startswith("..") or path.startswith("/"):
+            if path.startswith(("..", "/")):
                 if "/bin/" not in path:
                     outside[row["name"]] += 1
                 continue
@@ -91,7 +90,8 @@ def _ownership(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], dict[
             owner[path] = index
             recorded[path] = digest
     for name, count in sorted(outside.items()):
-        findings.append(Finding("outside-files", name, f"{count} files outside site-packages (data, headers, manual pages) are not carried"))
+        text = f"{count} files outside site-packages (data, headers, manual pages) are not carried"
+        findings.append(Finding("outside-files", name, text))
     for (first, second), count in sorted(shared.items()):
         findings.append(Finding("two-owners", rows[second]["name"], f"{count} files also belong to {rows[first]['name']}"))
     return owner, recorded, findings
@@ -102,7 +102,8 @@ def _pth(rows: Sequence[Sequence[Any]]) -> list[Finding]:
     for name, paths, code in rows:
         for line in paths:
             if line.startswith("/") or os.path.normpath(line).startswith(".."):
-                out.append(Finding("pth-path", name, f"puts `{line}` on the path, which is not carried: install what is there into the venv"))
+                text = f"puts `{line}` on the path, which is not carried: install what is there into the venv"
+                out.append(Finding("pth-path", name, text))
         if name.startswith("__editable__"):
             out.append(Finding("editable", name, "an editable install: install it as a wheel (`pip install .`) first"))
         elif code and not name.startswith(("distutils-precedence", "_virtualenv")):

@@ -6,7 +6,6 @@ import difflib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-
 from typing import TYPE_CHECKING
 
 from packaging.utils import canonicalize_name
@@ -274,20 +273,23 @@ def _place_checks(target: Inventory, result: Manifest) -> tuple[Check, ...]:
     """Check the place itself (K12): writable, not noexec, not NFS, inodes and bytes for what is new."""
     out = []
     space = target.facts.get("space", {})
+    mount = (space.get("mount", ""),)
     if target.facts.get("writable") is False:
         out.append(Check("K12", "block", f"`{target.venv}` is not writable for this user", (), "connect as its owner, or as root"))
     if space.get("read_only"):
-        out.append(Check("K12", "block", "the file system there is read-only", (space.get("mount", ""),), "mount it writable"))
+        out.append(Check("K12", "block", "the file system there is read-only", mount, "mount it writable"))
     if space.get("noexec"):
-        out.append(Check("K12", "block", "the file system there is mounted noexec", (space.get("mount", ""),), "shared objects can not be loaded from it"))
+        mend = "shared objects can not be loaded from it"
+        out.append(Check("K12", "block", "the file system there is mounted noexec", mount, mend))
     if space.get("nfs"):
-        out.append(Check("K12", "warn", "the venv is on NFS: other machines see the switch late, JIT caches go stale", (space.get("mount", ""),)))
+        out.append(Check("K12", "warn", "the venv is on NFS: other machines see the switch late, JIT caches go stale", mount))
     known = {entry.digest for entry in target.files}
     need = sum({entry.digest: entry.size for entry in result.files if entry.kind == "f" and entry.digest not in known}.values())
     if need > target.free_bytes:
-        out.append(Check("K12-space", "block", f"{need} bytes are needed there, {target.free_bytes} are free", (space.get("mount", ""),)))
+        out.append(Check("K12-space", "block", f"{need} bytes are needed there, {target.free_bytes} are free", mount))
     if target.free_inodes < len(result.files) + 1024:
-        out.append(Check("K12-space", "block", f"{len(result.files)} inodes are needed there, {target.free_inodes} are free", (space.get("mount", ""),)))
+        text = f"{len(result.files)} inodes are needed there, {target.free_inodes} are free"
+        out.append(Check("K12-space", "block", text, mount))
     return tuple(out)
 
 

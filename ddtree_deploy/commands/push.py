@@ -120,7 +120,9 @@ def push(
     ] = False,
     allow: Annotated[
         list[str] | None,
-        typer.Option("--allow", metavar="CHECK:WHAT", help="Take on a block of the oracle, say K4:flash_ops.", rich_help_panel=flags.SAFETY),
+        typer.Option(
+            "--allow", metavar="CHECK:WHAT", help="Take on a block of the oracle, say K4:flash_ops.", rich_help_panel=flags.SAFETY
+        ),
     ] = None,
     reason: Annotated[
         str, typer.Option("--reason", metavar="TEXT", help="Why; kept in the host's ledger.", rich_help_panel=flags.SAFETY)
@@ -275,7 +277,9 @@ def verify(
     accept_new_host_key: flags.AcceptNewHostKey = False,
     level: Annotated[
         list[str] | None,
-        typer.Option("--level", metavar="LEVEL", help="files, syntax, link, import, gpu; if not given: files, syntax, import (repeatable)."),
+        typer.Option(
+            "--level", metavar="LEVEL", help="files, syntax, link, import, gpu; if not given: files, syntax, import (repeatable)."
+        ),
     ] = None,
     deep: Annotated[bool, typer.Option("--deep", help="Read every file again, trust no stat cache.")] = False,
 ) -> int:
