@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from sglang_overlay import build, manifest
+from sglang_overlay import build, install, manifest
 from sglang_overlay.contract import check_contract
 from sglang_overlay.errors import OverlayError
 
@@ -53,7 +53,7 @@ def _run(options: argparse.Namespace) -> int:
                     target.write_bytes(file.data)
                 print(f"{file.sha256}  {file.path}")
         case "apply" | "revert":
-            change = (build.apply if options.command == "apply" else build.revert)(site, version)
+            change = (install.apply if options.command == "apply" else install.revert)(site, version)
             for path in change.written:
                 print(f"wrote    {path}")
             for path in change.removed:

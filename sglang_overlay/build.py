@@ -1,24 +1,20 @@
-"""Turn the stock files of a pinned SGLang version into the patched ones, and back.
+"""Turn the stock files of a pinned SGLang version into the patched ones, and recognise both.
 
-`build` is pure but for reading; `apply` and `revert` replace files one `rename` at a time and undo what they did
-when one fails. `site` is always the directory that holds the `sglang` package.
+Nothing here writes. `site` is always the directory that holds the `sglang` package.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import difflib
-import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from sglang_overlay.anchors import locate, offset
 from sglang_overlay.edits import Edit, v0_5_11
-from sglang_overlay.errors import BaseMismatch, BuildMismatch, OverlayError, UnknownVersion
+from sglang_overlay.errors import BaseMismatch, BuildMismatch, UnknownVersion
 from sglang_overlay.manifest import Pinned, Span, pinned, sha256
 from sglang_overlay.vendor import ddtree_utils
 
@@ -83,16 +79,6 @@ class Check:
         return tuple(f.path for f in self.files if f.state in wrong and not (f.path == v0_5_11.NEW_FILE and f.found is None))
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What `apply` or `revert` did: the paths written, and those removed."""
-
-    version: str
-    overlay_id: str
-    written: tuple[str, ...]
-    removed: tuple[str, ...]
-
-
 def installed_version(site: Path) -> str:
     """Return the version of the sglang distribution in `site`. Raises UnknownVersion when there is not exactly one."""
     found = [p.name.removeprefix("sglang-").removesuffix(".dist-info") for p in site.glob("sglang-*.dist-info")]
@@ -143,12 +129,12 @@ def make(site: Path, version: str) -> tuple[BuiltFile, ...]:
     if edits is None:
         raise UnknownVersion(f"sglang {version} has no edited files: its route is `{pins.route}`")
     wrong = [
-        f"{path}: {_digest(site / path) or 'missing'}, expected {want}" for path, want in pins.base.items() if _digest(site / path) != want
+        f"{path}: {found or 'missing'}, expected {want}" for path, want in pins.base.items() if (found := _digest(site / path)) != want
     ]
     if wrong:
         raise BaseMismatch(f"{len(wrong)} of {len(pins.base)} files are not those of sglang {version}", causes=tuple(wrong))
     edited = [insert(path, (site / path).read_bytes(), [e for e in edits if e.path == path]) for path in pins.base]
-    new = ddtree_utils(version, {**{f.path: f.sha256 for f in edited}}, pins.reads)
+    new = ddtree_utils(version, {f.path: f.sha256 for f in edited}, pins.reads)
     return (*edited, BuiltFile(v0_5_11.NEW_FILE, new, ()))
 
 
@@ -169,7 +155,7 @@ def build(site: Path, version: str | None = None) -> tuple[BuiltFile, ...]:
 def check(site: Path, version: str | None = None) -> Check:
     """Say for each file of the overlay whether it is stock, built, somebody else's, or missing."""
     version = version or installed_version(site)
-    pins = _overlay(version)
+    pins = overlay_pins(version)
     return classify(pins, {path: _digest(site / path) for path in pins.built})
 
 
@@ -194,44 +180,7 @@ def recognise(version: str, digests: Mapping[str, str]) -> Check:
 
     Raises UnknownVersion for a version without edited files.
     """
-    return classify(_overlay(version), {path: digests.get(path) for path in _overlay(version).built})
-
-
-def apply(site: Path, version: str | None = None) -> Change:
-    """Write the patched files into a stock site; into a patched one, write nothing. Raises as `build` does."""
-    version = version or installed_version(site)
-    pins = _overlay(version)
-    if check(site, version).is_built:
-        return Change(version, pins.overlay_id, (), ())
-    files = build(site, version)
-    # The new file first: the edited ones import it, so no moment has an import that fails.
-    ordered = sorted(files, key=lambda f: f.path != v0_5_11.NEW_FILE)
-    _replace(site, {f.path: f.data for f in ordered})
-    return Change(version, pins.overlay_id, tuple(f.path for f in ordered), ())
-
-
-def revert(site: Path, version: str | None = None) -> Change:
-    """Cut our insertions out again and remove the new file. Needs no wheel: the manifest knows where they are.
-
-    Raises BaseMismatch when a file is neither stock nor built, and then changes nothing.
-    """
-    version = version or installed_version(site)
-    pins, state = _overlay(version), check(site, version)
-    if state.foreign:
-        raise BaseMismatch(
-            f"{len(state.foreign)} files are neither stock nor this overlay's, so they can not be reverted",
-            causes=state.foreign,
-        )
-    built = [f.path for f in state.files if f.state is State.BUILT]
-    back = {p: cut((site / p).read_bytes(), pins.spans[p]) for p in built if p in pins.base}
-    for path, data in back.items():
-        if sha256(data) != pins.base[path]:
-            raise BuildMismatch(f"cutting our insertions out of `{path}` does not give the stock file back")
-    _replace(site, back)
-    removed = [path for path in built if path not in pins.base]
-    for path in removed:
-        (site / path).unlink()
-    return Change(version, pins.overlay_id, tuple(back), tuple(removed))
+    return classify(overlay_pins(version), {path: digests.get(path) for path in overlay_pins(version).built})
 
 
 def describe(state: Check) -> str:
@@ -249,13 +198,14 @@ def diff(site: Path, stock: Path, version: str | None = None) -> str:
     """Return the unified diff from the stock files to a site's, for the files the overlay knows; "" when equal."""
     version = version or installed_version(site)
     out: list[str] = []
-    for path in _overlay(version).built:
+    for path in overlay_pins(version).built:
         before, after = _text(stock / path), _text(site / path)
         out += difflib.unified_diff(before, after, f"stock/{path}", f"site/{path}")
     return "".join(out)
 
 
-def _overlay(version: str) -> Pinned:
+def overlay_pins(version: str) -> Pinned:
+    """Return the pins of a version with edited files. Raises UnknownVersion for any other."""
     pins = pinned(version)
     if pins.route != "overlay":
         mend = "use a version with an overlay: see `ddtree-deploy overlay list`"
@@ -268,7 +218,7 @@ def _overlay(version: str) -> Pinned:
 def _digest(path: Path) -> str | None:
     try:
         return sha256(path.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return None
 
 
@@ -277,45 +227,3 @@ def _text(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8").splitlines(keepends=True)
     except FileNotFoundError:
         return []
-
-
-def _replace(site: Path, files: Mapping[str, bytes]) -> None:
-    """Replace each file by a rename; when one fails, put back what was there before and raise."""
-    before = {path: (site / path).read_bytes() if (site / path).exists() else None for path in files}
-    done: list[str] = []
-    try:
-        for path, data in files.items():
-            _write(site / path, data)
-            done.append(path)
-    except OSError as error:
-        for path in reversed(done):
-            old = before[path]
-            if old is None:
-                (site / path).unlink()
-            else:
-                _write(site / path, old)
-        raise OverlayError(
-            f"cannot write `{site / path}`: {error.strerror}",
-            mend=f"nothing was changed: check the permissions and the space of `{site}`",
-        ) from error
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write beside `path`, flush to disk, and rename over it, keeping its mode. Hard links elsewhere stay."""
-    mode = path.stat().st_mode & 0o7777 if path.exists() else 0o644
-    with _temporary(path) as (descriptor, name):
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fchmod(stream.fileno(), mode)
-            os.fsync(stream.fileno())
-        Path(name).replace(path)
-
-
-@contextlib.contextmanager
-def _temporary(path: Path) -> Iterator[tuple[int, str]]:
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        yield descriptor, name
-    finally:
-        Path(name).unlink(missing_ok=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_overlay import build, manifest
+from sglang_overlay import build, install, manifest
 from sglang_overlay.anchors import find_scope
 from sglang_overlay.contract import check_contract, contract
 from sglang_overlay.edits.v0_5_11 import EDITS, NEW_FILE
@@ -84,23 +86,23 @@ def test_results_parse_in_every_python_sglang_runs_on(stock: Stock, feature: tup
 def test_apply_twice_then_revert(site: Path) -> None:
     before = contents(site)
     assert build.describe(build.check(site)) == "stock"
-    change = build.apply(site)
+    change = install.apply(site)
     assert change.written[0] == NEW_FILE and len(change.written) == 5
     after = contents(site)
     assert build.describe(build.check(site)) == f"ddtree overlay {change.overlay_id[:7]}, byte-identical"
-    assert build.apply(site).written == ()
+    assert install.apply(site).written == ()
     assert contents(site) == after
-    back = build.revert(site)
+    back = install.revert(site)
     assert back.removed == (NEW_FILE,) and len(back.written) == 4
     assert contents(site) == before
-    assert build.revert(site).written == ()
+    assert install.revert(site).written == ()
 
 
 def test_apply_leaves_hard_links_elsewhere_alone(site: Path, tmp_path: Path) -> None:
     twin = tmp_path / "older-generation.py"
     twin.hardlink_to(site / BASE[0])
     before = twin.read_bytes()
-    build.apply(site)
+    install.apply(site)
     assert twin.read_bytes() == before != (site / BASE[0]).read_bytes()
 
 
@@ -115,7 +117,7 @@ def test_a_changed_byte_anywhere_is_refused_and_nothing_is_written(site: Path, p
         data[{"first": 0, "middle": len(data) // 2, "last": -1}[where]] ^= 1
         file.write_bytes(data)
     before = contents(site)
-    for attempt in (build.build, build.apply, build.revert):
+    for attempt in (build.build, install.apply, install.revert):
         with pytest.raises(BaseMismatch, match=path.rsplit("/", 1)[1]):
             attempt(site)
     assert contents(site) == before
@@ -124,11 +126,11 @@ def test_a_changed_byte_anywhere_is_refused_and_nothing_is_written(site: Path, p
 
 
 def test_an_overlay_with_a_hand_edit_is_neither_applied_over_nor_reverted(site: Path) -> None:
-    build.apply(site)
+    install.apply(site)
     with (site / NEW_FILE).open("a") as stream:
         stream.write("# a hand edit\n")
     before = contents(site)
-    for attempt in (build.apply, build.revert):
+    for attempt in (install.apply, install.revert):
         with pytest.raises(BaseMismatch):
             attempt(site)
     assert contents(site) == before
@@ -136,19 +138,26 @@ def test_an_overlay_with_a_hand_edit_is_neither_applied_over_nor_reverted(site: 
 
 def test_half_an_overlay_is_named_and_can_be_reverted(site: Path) -> None:
     whole = contents(site)
-    build.apply(site)
+    install.apply(site)
     (site / BASE[0]).write_bytes(whole[BASE[0]])
     assert "incomplete" in build.describe(build.check(site))
-    build.revert(site)
+    install.revert(site)
     assert contents(site) == whole
 
 
-def test_a_failing_write_puts_back_what_was_written(site: Path) -> None:
-    (site / NEW_FILE).mkdir()
-    (site / NEW_FILE / "in the way").touch()
+@pytest.mark.parametrize("full_after", range(5))
+def test_a_failing_write_puts_back_what_was_written(site: Path, monkeypatch: pytest.MonkeyPatch, full_after: int) -> None:
     before = contents(site)
-    with pytest.raises(OverlayError):
-        build.apply(site)
+    fsync, calls = os.fsync, iter(range(100))
+
+    def full(descriptor: int) -> None:
+        if next(calls) == full_after:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OverlayError, match="no space left on device"):
+        install.apply(site)
     assert contents(site) == before
     assert not list(site.rglob(".*.py.*"))
 
@@ -169,7 +178,7 @@ def test_digests_read_elsewhere_are_recognised(stock: Stock, site: Path) -> None
 @pytest.mark.parametrize("version, route", [("0.5.12.post1", "plugin"), ("0.5.23", "planned")])
 def test_versions_without_edited_files_have_nothing_to_build(stock: Stock, version: str, route: str) -> None:
     with pytest.raises(UnknownVersion, match=f"its route is `{route}`"):
-        build.apply(stock(version), version)
+        install.apply(stock(version), version)
 
 
 def test_the_seams_of_the_registry_adapter_are_in_the_order_it_counts_on(stock: Stock) -> None:
@@ -199,7 +208,7 @@ def test_the_command_line_says_what_it_did(site: Path) -> None:
 
 
 def test_slots_and_outputs_add_up_in_sglangs_own_pools(site: Path) -> None:
-    build.apply(site)
+    install.apply(site)
     script = Path(__file__).with_name("pool_rounds.py")
     run = subprocess.run([sys.executable, str(script), str(site)], check=False, capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stdout + run.stderr
