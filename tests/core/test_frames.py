@@ -31,7 +31,8 @@ def source(data: bytes, pieces: Iterator[int] | None = None) -> Callable[[memory
     return readinto
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8), lambda x: st.lists(x, max_size=3), max_leaves=6)
+LEAVES = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8)
+JSON = st.recursive(LEAVES, lambda x: st.lists(x, max_size=3), max_leaves=6)
 HEADERS = st.dictionaries(st.text(max_size=6), JSON, max_size=4)
 
 

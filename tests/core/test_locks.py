@@ -27,7 +27,7 @@ def found(tmp_path: Path) -> Layout:
     return Layout(str(tmp_path), "lib/python3.12/site-packages")
 
 
-def _hold(venv: str, ready: "multiprocessing.synchronize.Event") -> None:  # type: ignore[name-defined]
+def _hold(venv: str, ready: multiprocessing.synchronize.Event) -> None:  # type: ignore[name-defined]
     locks.acquire(Layout(venv, "lib/python3.12/site-packages"), WHO, 0, never)
     ready.set()
     signal.pause()

@@ -92,7 +92,12 @@ def test_another_schema_says_which_version_to_use() -> None:
     assert "version" in caught.value.mend
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda x: st.lists(x, max_size=8) | st.dictionaries(st.text(max_size=5), x, max_size=4)))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+        lambda x: st.lists(x, max_size=8) | st.dictionaries(st.text(max_size=5), x, max_size=4),
+    )
+)
 def test_no_json_makes_it_raise_anything_else(value: object) -> None:
     document = json.loads(encode(FULL))
     for key in document:
@@ -107,7 +112,8 @@ _TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
 _SEGMENT = st.text("abcXYZ019._-é ", min_size=1, max_size=6).filter(lambda s: s not in (".", ".."))
 _PATH = st.lists(_SEGMENT, min_size=1, max_size=4).map("/".join)
 _FILE = st.builds(
-    FileEntry, _PATH, st.just("f"), st.sampled_from([0o644, 0o755]), st.integers(0, 1 << 40), st.text("0123456789abcdef", min_size=64, max_size=64),
+    FileEntry, _PATH, st.just("f"), st.sampled_from([0o644, 0o755]), st.integers(0, 1 << 40),
+    st.text("0123456789abcdef", min_size=64, max_size=64),
     st.sampled_from(["stock", "patched", "unowned"]), st.integers(-1, 0),
 )  # fmt: skip
 

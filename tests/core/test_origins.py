@@ -20,7 +20,8 @@ def scan(files: dict[str, str], *dists: dict[str, Any], pth: list[Any] | None = 
 
 def dist(name: str, record: dict[str, str | None] | None, **fields: Any) -> dict[str, Any]:
     rows = None if record is None else [[path, text and digest(text)] for path, text in record.items()]
-    return {"dir": f"{name}-1.dist-info", "name": name, "version": "1", "requires": [], "record": rows, "editable": None, "scripts": [], **fields}
+    plain = {"dir": f"{name}-1.dist-info", "name": name, "version": "1", "requires": [], "editable": None, "scripts": []}
+    return {**plain, "record": rows, **fields}
 
 
 def origins(found: Classified) -> dict[str, str]:
@@ -41,7 +42,8 @@ def test_stock_patched_unowned() -> None:
 
 
 def test_a_file_of_record_that_is_gone_is_drift() -> None:
-    found = scan({"a/__init__.py": "x"}, dist("a", {"a/__init__.py": "x", "a/gone.py": "y", "a/__pycache__/x.pyc": None, "../../../bin/a": "s"}))
+    recorded = {"a/__init__.py": "x", "a/gone.py": "y", "a/__pycache__/x.pyc": None, "../../../bin/a": "s"}
+    found = scan({"a/__init__.py": "x"}, dist("a", recorded))
     assert [(f.kind, f.where) for f in found.findings] == [("missing", "a/gone.py")]
     assert "missing" in DRIFT
 
@@ -58,7 +60,8 @@ def test_editable_installs_and_paths_that_are_not_carried_are_drift() -> None:
 
 
 def test_what_leaves_the_tree_changes_or_is_no_file_is_told_and_left_out() -> None:
-    found = scan({"out": "->/etc/passwd", "up": "->../x", "in": "->a.py", "a.py": "x", "pipe": "?", "moving.py": "changing", "bad\nname": "x"})
+    links = {"out": "->/etc/passwd", "up": "->../x", "in": "->a.py"}
+    found = scan({**links, "a.py": "x", "pipe": "?", "moving.py": "changing", "bad\nname": "x"})
     assert sorted(origins(found)) == ["a.py", "in"]
     assert sorted(kinds(found)) == ["changed", "hostile-name", "outside-link", "outside-link", "special"]
     assert set(kinds(found)) <= DRIFT
@@ -84,6 +87,6 @@ def test_modes_keep_only_whether_a_file_is_executable() -> None:
 
 
 def test_import_packages_are_what_can_be_imported_at_the_top() -> None:
-    paths = ["a/__init__.py", "a/b/__init__.py", "one.py", "ext.cpython-312-x86_64-linux-gnu.so", "ns/x.py", "tests/__init__.py", "bad-name.py",
-             "stub/__init__.pyi", "lib.so.1"]  # fmt: skip
+    paths = ["a/__init__.py", "a/b/__init__.py", "one.py", "ext.cpython-312-x86_64-linux-gnu.so", "ns/x.py", "tests/__init__.py",
+             "bad-name.py", "stub/__init__.pyi", "lib.so.1"]  # fmt: skip
     assert import_packages(paths) == ("a", "ext", "one")

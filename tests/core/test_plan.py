@@ -72,7 +72,8 @@ def test_a_namespace_is_shared_by_distributions_of_both_sides() -> None:
 
 
 def test_a_path_that_two_distributions_own_comes_from_the_snapshot() -> None:
-    plan = make("s", manifest(("a", "1", {"share/licence.txt": "ours"})), inventory(("b", "1", {"share/licence.txt": "theirs", "b/__init__.py": ""})))
+    theirs = inventory(("b", "1", {"share/licence.txt": "theirs", "b/__init__.py": ""}))
+    plan = make("s", manifest(("a", "1", {"share/licence.txt": "ours"})), theirs)
     assert held(plan)["share/licence.txt"] == entry("x", "ours").digest
     assert "b/__init__.py" in held(plan)
 
@@ -110,7 +111,9 @@ def test_nothing_changes_when_the_target_holds_the_snapshot() -> None:
 
 def test_the_same_version_with_other_files_is_a_change_and_patches_are_counted() -> None:
     source = manifest(ALPHA2)
-    patched = replace(source, files=tuple(e._replace(digest=entry("", "p").digest, origin="patched") if e.path == "alpha/new.py" else e for e in source.files))
+    digest = entry("", "p").digest
+    files = tuple(e._replace(digest=digest, origin="patched") if e.path == "alpha/new.py" else e for e in source.files)
+    patched = replace(source, files=files)
     plan = make("s", patched, inventory(ALPHA2))
     (row,) = plan.packages
     assert (row.action, row.files, row.why) == ("change", 1, "1 patched")
@@ -120,11 +123,13 @@ def test_the_same_version_with_other_files_is_a_change_and_patches_are_counted()
 def test_file_changes_see_content_kind_mode_and_link_target() -> None:
     before = [entry("a", "1"), entry("b", "->x"), entry("c", "1"), entry("d", "1"), entry("gone", "1"), entry("same", "1")]
     after = [entry("a", "2"), entry("b", "->y"), entry("c", "1", mode=0o755), entry("d", "->1"), entry("new", "1"), entry("same", "1")]
-    assert [(c.sign, c.path) for c in file_changes(before, after)] == [("~", "a"), ("~", "b"), ("~", "c"), ("~", "d"), ("-", "gone"), ("+", "new")]
+    changes = [(c.sign, c.path) for c in file_changes(before, after)]
+    assert changes == [("~", "a"), ("~", "b"), ("~", "c"), ("~", "d"), ("-", "gone"), ("+", "new")]
 
 
 def test_names_choose_by_distribution_import_package_and_star() -> None:
-    dists = manifest(("nvidia-cublas", "1", {"nvidia/cublas.py": ""}), ("nvidia-nccl", "1", {}), ("PyYAML", "6", {"yaml/__init__.py": ""})).distributions
+    cublas, yaml = ("nvidia-cublas", "1", {"nvidia/cublas.py": ""}), ("PyYAML", "6", {"yaml/__init__.py": ""})
+    dists = manifest(cublas, ("nvidia-nccl", "1", {}), yaml).distributions
     assert chosen(dists, ["yaml"]) == {"PyYAML"}
     assert chosen(dists, ["pyyaml"]) == {"PyYAML"}
     assert chosen(dists, ["nvidia-*"]) == {"nvidia-cublas", "nvidia-nccl"}
@@ -167,7 +172,8 @@ def test_what_changes_is_probed_and_the_roots_that_are_there() -> None:
 
 
 _NAME = st.sampled_from(["a", "b", "c", "d"])
-_FILES = st.dictionaries(st.sampled_from([f"{p}/{f}.py" for p in "abcd" for f in ("__init__", "x", "y")] + ["top.py"]), st.sampled_from("123"), max_size=6)
+_PATHS = [f"{p}/{f}.py" for p in "abcd" for f in ("__init__", "x", "y")] + ["top.py"]
+_FILES = st.dictionaries(st.sampled_from(_PATHS), st.sampled_from("123"), max_size=6)
 _DISTS = st.lists(st.tuples(_NAME, st.sampled_from(["1", "2"]), _FILES), max_size=4, unique_by=lambda d: d[0])
 
 

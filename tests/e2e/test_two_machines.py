@@ -93,7 +93,8 @@ def test_the_main_job(lab: Lab, tmp_path: Path) -> None:
     assert digest(target, PATCHED) == digest(source, PATCHED) != stock
     assert digest(target, ADDED) == digest(source, ADDED)
     probe = "import numpy, tokenizers, safetensors, only_here; print(numpy.__file__)"
-    assert "/generations/1/" in target.run(["/srv/venv/bin/python", "-c", "import os, numpy; print(os.path.realpath(numpy.__file__))"]).stdout
+    where = "import os, numpy; print(os.path.realpath(numpy.__file__))"
+    assert "/generations/1/" in target.run(["/srv/venv/bin/python", "-c", where]).stdout
     assert target.run(["/srv/venv/bin/python", "-c", probe]).returncode == 0
 
     # again: nothing to do; what the host says is verified

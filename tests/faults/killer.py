@@ -13,8 +13,8 @@ with open(CONFIG) as _file:  # noqa: F821
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _EVENTS = frozenset(
-    "os.rename os.remove os.mkdir os.symlink os.link os.chmod os.rmdir os.truncate os.utime tempfile.mkstemp subprocess.Popen "
-    "tests.emit".split()
+    ["os.rename", "os.remove", "os.mkdir", "os.symlink", "os.link", "os.chmod", "os.rmdir", "os.truncate", "os.utime",
+     "tempfile.mkstemp", "subprocess.Popen", "tests.emit"]
 )
 
 
@@ -24,7 +24,7 @@ def _where():
     while frame is not None and len(out) < 3:
         name = os.path.basename(frame.f_code.co_filename)
         if "ddtree_deploy" in frame.f_code.co_filename and name != "main.py" and not any(line.startswith(name) for line in out):
-            out.append("%s:%d" % (name, frame.f_lineno))
+            out.append(f"{name}:{frame.f_lineno}")
         frame = frame.f_back
     return "<".join(out) or "?"
 
@@ -68,7 +68,7 @@ def _ordinal():
     return number
 
 
-_name = ROLE if ROLE != "agent" else "agent%d" % _ordinal()  # noqa: F821
+_name = ROLE if ROLE != "agent" else f"agent{_ordinal()}"  # noqa: F821
 if ROLE == "agent":  # noqa: F821
     sys.executable = WRAPPER  # noqa: F821 - so that the guardian starts through us too
 if _name == _config["role"]:

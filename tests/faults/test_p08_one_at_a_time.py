@@ -97,7 +97,8 @@ def test_eight_pushes_of_two_snapshots_at_once(world: World) -> None:
     last = [entry for entry in ledger(world.target) if entry["event"] == "confirmed"][-1]
     assert world.live() == trees[last["snapshot"]]
     check_generations(world.target)
-    report("P8 eight pushes at once", won=len(won), locked=sum(isinstance(e, Locked) for e in lost), stale=sum(isinstance(e, StalePlan) for e in lost))
+    locked, stale = (sum(isinstance(error, kind) for error in lost) for kind in (Locked, StalePlan))
+    report("P8 eight pushes at once", won=len(won), locked=locked, stale=stale)
 
 
 def test_a_killed_holder_frees_the_lock_at_once(world: World) -> None:

@@ -145,7 +145,9 @@ def _drafter_weights() -> dict[str, Tensor]:
     ones = torch.ones(HIDDEN)
     return {
         **{f"layers.0.{name}": value for name, value in layer.items()},
-        **{"fc.weight": fc, "norm.weight": ones, "hidden_norm.weight": ones.clone()},
+        "fc.weight": fc,
+        "norm.weight": ones,
+        "hidden_norm.weight": ones.clone(),
     }
 
 
