@@ -67,7 +67,13 @@ def properties(site: Site) -> dict[str, tuple[str, ...]]:
                 add("ddtree :: needs_system", soname)
     for name, seen in floors.items():
         add(f"ddtree :: {name}_floor", ".".join(str(n) for n in max(seen)))
-    return {name: tuple(sorted(values)) for name, values in out.items() if values}
+    return {name: tuple(sorted(values, key=_natural)) for name, values in out.items() if values}
+
+
+def _natural(value: str) -> tuple[int, str]:
+    """Sort `75_real` before `100_real`, and names by themselves."""
+    digits = re.match(r"\d*", value)
+    return int(digits.group() or 0) if digits else 0, value
 
 
 def table(source: Site, target: Site, result: Site) -> tuple[TagRow, ...]:
@@ -80,4 +86,4 @@ def table(source: Site, target: Site, result: Site) -> tuple[TagRow, ...]:
 
 def lines(site: Site) -> tuple[str, ...]:
     """Return one `namespace :: feature :: value` line per value, sorted."""
-    return tuple(sorted(f"{name} :: {value}" for name, values in properties(site).items() for value in values))
+    return tuple(f"{name} :: {value}" for name, values in sorted(properties(site).items()) for value in values)
