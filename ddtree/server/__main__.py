@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = Settings(name, key, args.max_body, drain_seconds=args.drain_seconds)
 
     class Server(uvicorn.Server):
-        """uvicorn with our own signals: the first drains, the second ends at once."""
+        """uvicorn with our own signals: the first drains for a while, the second ends at once."""
 
         clean = True
 
@@ -113,15 +113,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         def stop(self) -> None:
             if self.should_exit:
                 self.force_exit = True
+                self.give_up()
+                return
             self.should_exit = True
             scheduler.drain()
+            asyncio.get_running_loop().call_later(args.drain_seconds, self.give_up)
+
+        def give_up(self) -> None:
+            self.clean = not scheduler.cancel_all()
 
     config = uvicorn.Config(
         build_app(scheduler, metrics, settings),
         log_config=None,
         log_level=args.log_level if args.log_level == "debug" else "warning",
         access_log=args.log_level == "debug",
-        timeout_graceful_shutdown=max(1, round(args.drain_seconds)),
+        # Cancelled jobs tell their clients so; this is for clients that do not read it.
+        timeout_graceful_shutdown=max(0, round(args.drain_seconds)) + 5,
     )
     server = Server(config)
     host, port = listener.getsockname()[:2]
@@ -132,8 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flush=True,
     )
     server.run([listener])
-    waiting, running = scheduler.load
-    return 143 if waiting or running else 0
+    return 0 if server.clean else 143
 
 
 def api_key(file: Path | None) -> str | None:

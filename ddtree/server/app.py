@@ -16,7 +16,16 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from ddtree.server.engine import Request
-from ddtree.server.errors import BadRequest, BodyTooLarge, Bug, EngineFailed, ModelNotFound, ServerError, Unauthorized
+from ddtree.server.errors import (
+    BadRequest,
+    BodyTooLarge,
+    Bug,
+    EngineFailed,
+    ModelNotFound,
+    ServerError,
+    ShuttingDown,
+    Unauthorized,
+)
 from ddtree.server.metrics import Metrics
 from ddtree.server.protocol import (
     ChatRequest,
@@ -70,6 +79,8 @@ class Stream:
             self.over = piece.finish_reason is not None
             if piece.error is not None:
                 raise piece.error
+            if piece.finish_reason == "cancelled":  # and somebody still listens: not the client's doing
+                raise ShuttingDown("the server stopped before the answer was complete")
             yield piece
 
     async def whole(self) -> tuple[str, Piece]:

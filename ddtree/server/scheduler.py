@@ -119,17 +119,21 @@ class Scheduler:
             self._draining = True
             self._wake.notify()
 
-    def close(self, timeout: float) -> bool:
-        """Drain, and cancel what is not done after `timeout` seconds; return whether everything was done."""
-        self.drain()
-        self._thread.join(timeout)
-        clean = not self._thread.is_alive()
+    def cancel_all(self) -> bool:
+        """Cancel every job; return whether there was any."""
         with self._wake:
-            for job in (*self._waiting, *self._running):
+            jobs = (*self._waiting, *self._running)
+            for job in jobs:
                 job.cancel()
             self._wake.notify()
+        return bool(jobs)
+
+    def close(self, timeout: float) -> None:
+        """Drain, cancel what is not done after `timeout` seconds, and end the thread."""
+        self.drain()
+        self._thread.join(timeout)
+        self.cancel_all()
         self._thread.join(10)
-        return clean
 
     def _loop(self) -> None:
         while True:

@@ -127,14 +127,20 @@ def test_a_seed_decides_the_text_and_plain_decoding_has_the_same(live: Live, var
     assert len({text, ask(seed=12), ask(), ask()}) == 4
 
 
-def test_an_end_token_ends_the_text_unless_ignored(live: Live) -> None:
-    # The pair repeats what stood one period before, here the end token.
-    prompt = [2] + [7, 11, 15, 19, 23, 27] * 4
-    body = {"prompt": prompt[:24], "max_tokens": 12, "temperature": 0}
+def test_an_end_token_ends_the_text_unless_ignored(live: Live, variant: Variant) -> None:
+    plain = variant(Mode.PLAIN)
+    for first in range(12):
+        # The pair mostly repeats what stood one period before: there it was mostly the end token.
+        prompt = [4 * first + 6, 4 * first + 10, 4 * first + 14, *[2] * 21]
+        full = run(plain, Request(tuple(prompt), 12, ignore_eos=True)).tokens
+        if 2 in full[2:]:
+            break
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
     short = live.ask("/v1/completions", body).json()
     whole = live.ask("/v1/completions", {**body, "ignore_eos": True}).json()
+    assert short["usage"]["completion_tokens"] == full.index(2) + 1 < 12
+    assert short["choices"][0]["finish_reason"] == "stop"
     assert whole["usage"]["completion_tokens"] == 12 and whole["choices"][0]["finish_reason"] == "length"
-    assert short["usage"]["completion_tokens"] <= 12
     assert whole["choices"][0]["text"].startswith(short["choices"][0]["text"])
 
 
@@ -241,6 +247,26 @@ def test_unknown_routes_and_methods_answer_in_the_same_shape(live: Live) -> None
     assert live.ask("/v1/nope").status == 404 and "GET /v1/nope" in live.ask("/v1/nope").error["message"]
     assert live.ask("/v1/completions", method="GET").status == 405
     assert live.ask("/docs").status == 404
+
+
+class BrokenTokenizer:
+    """A tokenizer that fails in a way nobody foresaw."""
+
+    eos_token_id = None
+
+    def encode(self, *_: Any, **__: Any) -> list[int]:
+        raise ZeroDivisionError
+
+    def decode(self, *_: Any, **__: Any) -> str:
+        return ""
+
+
+def test_a_bug_answers_500_in_the_same_shape(variant: Variant) -> None:
+    good = variant(Mode.PLAIN)
+    with serve(Engine(good.target, None, BrokenTokenizer(), Mode.PLAIN, 1, None)) as server:
+        answer = server.ask("/v1/completions", {"prompt": "x"})
+        assert answer.status == 500 and answer.error["code"] == "internal_error"
+        assert server.ask("/v1/completions", {"prompt": [5], "max_tokens": 2}).status == 200
 
 
 # ---- around the answers
