@@ -154,5 +154,14 @@ def stale(site: Site, major: int | None, changed: bool) -> Iterator[Evidence]:
             text = f"`{cache['path']}` has {cache['files']} files of the environment before"
             text += ": stale kernels give wrong text, not errors"
             yield Evidence("K16", WARN, cache["path"], text, mend)
+        blind = [
+            (row["path"], gpu)
+            for row in cache.get("objects") or ()
+            for gpu in site.host.gpus
+            if row.get("archs") and not cuda.coverage(tuple(row["archs"]), gpu.cc)
+        ]
+        if blind:
+            text = f"`{cache['path']}` holds `{blind[0][0]}`, which has no code for {blind[0][1].shown}"
+            yield Evidence("K16", WARN, cache["path"], text, mend)
         if "noexec" in (cache.get("mount") or {}).get("options", ()):
             yield Evidence("K12", WARN, cache["path"], f"`{cache['path']}` is on a noexec mount")
