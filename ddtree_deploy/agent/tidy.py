@@ -12,7 +12,7 @@ import hashlib
 import os
 import shutil
 
-from ddtree_deploy.agent import layout, locks, procs, walk
+from ddtree_deploy.agent import durable, frames, layout, locks, procs, walk
 from ddtree_deploy.agent.paths import HostilePath, Tree
 
 TYPE_CHECKING = False
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Shared objects of this size stay shared between generations: nobody edits them in place, and they hold most of the bytes.
 SHARED_FROM = 1 << 20
-_TEMPORARY = ".tmp-own-"
+_SCRATCH = ".tmp-own"
 
 
 def _tidy_lock(found: layout.Layout) -> int:
@@ -132,41 +132,55 @@ def separate(found: layout.Layout, wanted: Callable[[], bool]) -> None:
         for number, index in vouched.indexes.items():
             if index is None or number == found.live():
                 continue
-            with Tree(found.tree(number)) as tree:
-                for count, entry in enumerate(walk.walk(found.tree(number))):
-                    if count % 256 == 0 and wanted():
-                        return
-                    if os.path.basename(entry[0]).startswith(_TEMPORARY):
-                        os.unlink(os.path.join(found.tree(number), entry[0]))
-                        continue
-                    if entry[1] == "f" and entry[9] > 1 and entry[3] < SHARED_FROM:
-                        _own_copy(tree, entry[0], index, vouched.known)
+            # Beside the tree and not in it: what a death leaves here is no part of the generation.
+            scratch = os.path.join(found.directory(number), _SCRATCH)
+            layout.remove(scratch)
+            os.mkdir(scratch)
+            try:
+                _separate(found.tree(number), index, scratch, vouched.known, wanted)
+            except (OSError, HostilePath):
+                return  # no room, or somebody is at work in there: the next push tries again
+            finally:
+                layout.remove(scratch)
 
 
-def _own_copy(tree: Tree, path: str, index: layout.Index, known: Known) -> None:
-    row = index.rows.get(path)
-    if row is None:
-        return
+def _separate(root: str, index: layout.Index, scratch: str, known: Known, wanted: Callable[[], bool]) -> None:
+    copies = []
+    with Tree(root) as tree:
+        for count, entry in enumerate(walk.walk(root)):
+            if count % 256 == 0 and wanted():
+                return
+            row = index.rows.get(entry[0])
+            if row is not None and entry[1] == "f" and entry[9] > 1 and entry[3] < SHARED_FROM:
+                temporary = os.path.join(scratch, str(count))
+                fresh = _copy(tree, entry, temporary, row[3])
+                if fresh is not None:
+                    copies.append((temporary, entry, fresh, row[3]))
+        if copies:
+            durable.sync_file_system(scratch)  # a rename must not be on the disk before what it names
+        for temporary, entry, fresh, digest in copies:
+            at, base = tree.parent(entry[0])
+            now = os.stat(base, dir_fd=at, follow_symlinks=False)
+            if (now.st_ino, now.st_size, now.st_mtime_ns) == (entry[5], entry[3], entry[6]):
+                os.rename(temporary, base, dst_dir_fd=at)
+                known[(fresh.st_dev, fresh.st_ino)] = (fresh.st_size, fresh.st_mtime_ns, digest)
+
+
+def _copy(tree: Tree, entry: walk.Entry, temporary: str, digest: str) -> os.stat_result | None:
+    """Copy a file with its mode and mtime; return the copy's stat, None when the content is not what the index says."""
+    fd = tree.open(entry[0])
     try:
-        fd = tree.open(path)
-        try:
-            data = os.read(fd, SHARED_FROM)
-            info = os.fstat(fd)
-        finally:
-            os.close(fd)
-        if hashlib.sha256(data).hexdigest() != row[3]:
-            return  # edited by hand: which generation was meant is not ours to guess, `status` names it
-        at, base = tree.parent(path)
-        temporary = _TEMPORARY + base[:200]
-        out = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, info.st_mode & 0o777, dir_fd=at)
-        try:
-            os.write(out, data)
-            os.fchmod(out, info.st_mode & 0o777)
-            os.utime(out, ns=(info.st_atime_ns, info.st_mtime_ns))
-            fresh = os.fstat(out)
-        finally:
-            os.close(out)
-        os.rename(temporary, base, src_dir_fd=at, dst_dir_fd=at)
-    except (OSError, HostilePath):
-        return
-    known[(fresh.st_dev, fresh.st_ino)] = (fresh.st_size, fresh.st_mtime_ns, row[3])
+        data = os.read(fd, SHARED_FROM)
+        info = os.fstat(fd)
+    finally:
+        os.close(fd)
+    if hashlib.sha256(data).hexdigest() != digest:
+        return None  # edited by hand: which generation was meant is not ours to guess, `status` names it
+    out = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        frames.write_all(out, data)
+        os.fchmod(out, info.st_mode & 0o777)
+        os.utime(out, ns=(info.st_atime_ns, info.st_mtime_ns))
+        return os.fstat(out)
+    finally:
+        os.close(out)
