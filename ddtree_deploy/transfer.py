@@ -26,7 +26,7 @@ from ddtree_deploy.errors import (
     RevertedAfterFailure,
     UsageProblem,
 )
-from ddtree_deploy.events import Emit, Note, Progress, Step, ignore
+from ddtree_deploy.events import Emit, Note, Step, ignore
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.models import STOCK, Inventory, Manifest, Plan, Proofs, Pushed, Use
 from ddtree_deploy.plan import chosen, make, probe_modules

@@ -50,11 +50,11 @@ class Common(BaseModel):
         return {name: value for name, value in raw.items() if value is not None} if isinstance(raw, dict) else raw
 
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)
-    min_p: float = Field(0.0, ge=0, le=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=-1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
     seed: int | None = None
     stop: str | list[str] | None = None
     stream: bool = False
@@ -68,7 +68,7 @@ class Common(BaseModel):
 
 class ChatRequest(Common):
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
 
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens

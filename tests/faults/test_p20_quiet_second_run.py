@@ -36,8 +36,12 @@ def test_a_second_push_does_nothing(world: World) -> None:
 
 def test_the_command_says_that_it_is_up_to_date(world: World) -> None:
     env = {**os.environ, "DDTREE_HOME": str(world.store.root.parent), "NO_COLOR": "1"}
-    argv = [sys.executable, "-c", "from ddtree_deploy.cli import main; main()", "push", "local", "--venv", str(world.target), "-y", "--no-verify"]
-    runs = [subprocess.run(argv, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=200, check=False) for _ in range(2)]
+    main = "from ddtree_deploy.cli import main; main()"
+    argv = [sys.executable, "-c", main, "push", "local", "--venv", str(world.target), "-y", "--no-verify"]
+    runs = [
+        subprocess.run(argv, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=200, check=False)
+        for _ in range(2)
+    ]
     assert [done.returncode for done in runs] == [0, 0], [done.stderr for done in runs]
     assert re.search(r"already up to date", runs[1].stdout + runs[1].stderr)
     assert live_generation(world.target) == 1
