@@ -64,10 +64,14 @@ def home() -> Path:
 
 
 class Store:
-    """Objects and snapshots below one directory; safe for several processes at once."""
+    """Objects and snapshots below one directory; safe for several processes at once.
+
+    With `remembers` unset (a dry run), looks at hosts leave no stamps here.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.remembers = True
         self.objects = root / "objects"
         self.snapshots = root / "snapshots"
         self.references = root / "refs"

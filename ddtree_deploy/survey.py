@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddtree_deploy.agent.paths import HostilePath, parse
 from ddtree_deploy.events import Step
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.manifest import python_facts
@@ -73,14 +74,24 @@ def survey(session: Session, store: Store, *, unless: Sequence[Any] | None = Non
             digests[path] = known
         elif stamp is not None and stamp[:5] == [dev, ino, length, mtime, ctime]:
             digests[path] = stamp[5]
-        else:
+        elif _honest(path):
             unknown.append(path)
             size += length
     if unknown:
         session.emit(Step(host.name, f"hash {len(unknown)} files"))
         digests.update(session.ask("hash", unknown, venv=host.venv, total=size, patience=3600.0).value)
-        _remember(cache, reply.value["files"], digests, int(reply.fields["now_ns"]))
+        if store.remembers:
+            _remember(cache, reply.value["files"], digests, int(reply.fields["now_ns"]))
     return Survey(reply.fields, reply.value, digests, len(unknown), len(digests) - len(unknown))
+
+
+def _honest(path: str) -> bool:
+    """Tell whether a name may be asked for; `classify` tells of the others."""
+    try:
+        parse(path)
+    except HostilePath:
+        return False
+    return True
 
 
 def _remember(cache: Any, files: list[list[Any]], digests: Mapping[str, str | None], now_ns: int) -> None:

@@ -164,6 +164,7 @@ def push(
     accept = accept_new_host_key and not dry_run
     hosts = [flags.host(name, venv, transport, accept) for name in dict.fromkeys(names or [""])]
     if dry_run:
+        store.remembers = False
         for where in hosts:
             plan_views.show(ui, plan_push(where, store, identity, options, ui.emit), files, line=True)
         ui.result(dry_run=True)
