@@ -46,7 +46,7 @@ def on_a_terminal(*argv: str, typed: str = "", cwd: Path | None = None) -> tuple
         (("status", "local"), "`local` has no venv configured", "give `--venv PATH`"),
         (("status", "loca", "--venv", "/x"), "no host `loca`, did you mean `local`?", "define `[hosts.loca]`"),
         (("show",), "the store has no snapshots", "take one: `ddtree-deploy snapshot HOST`"),
-        (("verify", "local", "--venv", "/x", "--level", "all"), "unknown level: `all`", "use files, syntax or import"),
+        (("verify", "local", "--venv", "/x", "--level", "all"), "unknown level: `all`", "use files, syntax"),
     ],
 )
 def test_a_wrong_command_line_exits_with_2_and_says_what_to_do(argv: tuple[str, ...], message: str, hint: str) -> None:

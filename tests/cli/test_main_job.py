@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -59,15 +58,6 @@ def test_the_four_commands_of_the_readme(source: Path, target: Path, snapshot: s
     assert contents(site(target)) == before
 
 
-def test_a_second_push_is_quiet_and_changes_nothing(target: Path, snapshot: str) -> None:
-    run("push", "local", "--venv", str(target))
-    again = run("push", "local", "--venv", str(target))
-    assert again.code == 0
-    assert settled(again.out) == "local: already up to date — generation 1, snapshot ID\n"
-    listed = run("generations", "local", "--venv", str(target), "--json").json["generations"]
-    assert [row["number"] for row in listed] == [1, 0]
-
-
 def test_diff_prints_packages_first_and_files_when_asked(target: Path, snapshot: str) -> None:
     ran = run("diff", "local", "--venv", str(target), "--files")
     assert ran.code == 0
@@ -78,13 +68,6 @@ def test_diff_prints_packages_first_and_files_when_asked(target: Path, snapshot:
     assert lines[3].split()[:4] == ["+", "kernel", "—", "2.0"]
     assert "- engine/stale.py" in lines and "+ engine/flags.py  (patched)" in lines
     assert not any(char in ran.out for char in "│─╭┃━")
-
-
-def test_diff_exit_code_tells_a_difference_from_none(target: Path, snapshot: str) -> None:
-    argv = ("diff", "local", "--venv", str(target), "--exit-code", "-q")
-    assert run(*argv).code == 3
-    run("push", "local", "--venv", str(target))
-    assert run(*argv).code == 0
 
 
 def test_dry_runs_write_nothing(target: Path, snapshot: str, tmp_path: Path) -> None:
@@ -112,30 +95,6 @@ def test_dry_runs_write_nothing(target: Path, snapshot: str, tmp_path: Path) -> 
     assert changed(before) == set()
 
 
-def test_status_shows_what_was_changed_by_hand_since(target: Path, snapshot: str) -> None:
-    where = ("local", "--venv", str(target))
-    run("push", *where)
-    assert run("status", *where, "--json").json["drift"] == 0
-    live = site(target)
-    (live / "engine/__init__.py").write_text("print('by hand')\n")
-    (live / "kernel/__init__.py").unlink()
-    (live / "extra.py").write_text("")
-    ran = run("status", *where)
-    assert "drift     3 files by hand since" in ran.out
-    for line in ("  ~ engine/__init__.py", "  + extra.py", "  - kernel/__init__.py"):
-        assert line in ran.out.splitlines()
-    assert run("verify", *where, "--level", "files").code == 14
-
-
-def test_push_json_ends_with_a_result_line(target: Path, snapshot: str) -> None:
-    ran = run("push", "local", "--venv", str(target), "--json")
-    kinds = [line["type"] for line in ran.lines]
-    assert kinds[-1] == "result" and {"step", "plan", "proofs", "pushed"} <= set(kinds)
-    assert ran.lines[-1]["code"] == 0 and ran.lines[-1]["schema"] == 1
-    assert ran.lines[-1]["pushed"][0]["generation"] == 1
-    assert ran.err == ""
-
-
 def test_a_broken_snapshot_is_refused_and_the_old_generation_stays_live(source: Path, target: Path, snapshot: str) -> None:
     where = ("local", "--venv", str(target))
     run("push", *where)
@@ -146,33 +105,6 @@ def test_a_broken_snapshot_is_refused_and_the_old_generation_stays_live(source: 
     assert "SyntaxError" in ran.err and "hint:" in ran.err and ran.out == ""
     assert run("status", *where, "--json").json["generation"] == 1
     assert python(target, "import kernel; print(kernel.VERSION)") == "2.0"
-
-
-def test_release_gives_an_ordinary_venv_back(target: Path, snapshot: str) -> None:
-    where = ("local", "--venv", str(target))
-    run("push", *where)
-    assert run("generations", "release", *where, "-y").code == 0
-    live = site(target)
-    assert live.is_dir() and not live.is_symlink() and not (target / ".ddtree").exists()
-    assert python(target, "import kernel; print(kernel.VERSION)") == "2.0"
-
-
-def test_audit_and_lock_read_the_hosts_own_records(target: Path, snapshot: str) -> None:
-    where = ("local", "--venv", str(target))
-    run("push", *where)
-    lines = run("audit", *where, "--json").json["lines"]
-    assert lines[-1]["event"] == "confirmed" and lines[-1]["generation"] == 1
-    assert run("lock", *where).out == "local: not locked\n"
-
-
-def test_json_documents_have_a_schema_and_a_kind(target: Path, snapshot: str) -> None:
-    where = ("local", "--venv", str(target))
-    reading: list[tuple[str, ...]] = [(name, *where) for name in ("diff", "status", "generations", "lock", "audit", "doctor")]
-    reading += [("ls",), ("show",), ("hosts",), ("config",), ("cache", "verify"), ("cache", "size")]
-    for argv in reading:
-        ran = run(*argv, "--json")
-        document = json.loads(ran.out)
-        assert (ran.code, document["schema"], bool(document["kind"])) == (0, 1, True), argv
 
 
 def test_the_store_can_be_looked_after(source: Path, snapshot: str) -> None:
@@ -187,3 +119,48 @@ def test_the_store_can_be_looked_after(source: Path, snapshot: str) -> None:
     assert run("cache", "forget", "good", "-y").out == f"deleted snapshot {snapshot[:7]} (good)\n"
     assert run("cache", "prune", "-y").code == 0
     assert run("cache", "size", "--json").json["objects"] == 0
+
+
+def test_a_push_in_json_and_what_the_host_tells_afterwards(target: Path, snapshot: str) -> None:
+    where = ("local", "--venv", str(target))
+    assert run("diff", *where, "--exit-code", "-q").code == 3
+    pushed = run("push", *where, "--json")
+    kinds = [line["type"] for line in pushed.lines]
+    assert kinds[-1] == "result" and {"step", "plan", "proofs", "pushed"} <= set(kinds) and pushed.err == ""
+    assert (pushed.lines[-1]["code"], pushed.lines[-1]["schema"]) == (0, 1)
+    assert pushed.lines[-1]["pushed"][0]["generation"] == 1
+
+    again = run("push", *where)
+    assert again.code == 0
+    assert settled(again.out) == "local: already up to date — generation 1, snapshot ID\n"
+    assert run("diff", *where, "--exit-code", "-q").code == 0
+
+    reading: list[tuple[str, ...]] = [(name, *where) for name in ("diff", "status", "generations", "lock", "audit")]
+    reading += [("doctor", *where), ("ls",), ("show",), ("hosts",), ("config",), ("cache", "size")]
+    documents = {argv[0]: run(*argv, "--json") for argv in reading}
+    for name, ran in documents.items():
+        assert (ran.code, ran.json["schema"], bool(ran.json["kind"])) == (0, 1, True), name
+    assert [row["number"] for row in documents["generations"].json["generations"]] == [1, 0]
+    assert documents["status"].json["drift"] == 0
+    assert documents["lock"].json["held"] is False
+    last = documents["audit"].json["lines"][-1]
+    assert (last["event"], last["generation"]) == ("confirmed", 1)
+
+
+def test_drift_is_shown_and_proved_and_release_keeps_what_is_live(target: Path, snapshot: str) -> None:
+    where = ("local", "--venv", str(target))
+    run("push", *where)
+    live = site(target)
+    (live / "engine/__init__.py").write_text("print('by hand')\n")
+    (live / "engine/flags.py").unlink()
+    (live / "extra.py").write_text("")
+    ran = run("status", *where)
+    assert "drift     3 files by hand since" in ran.out
+    for line in ("  ~ engine/__init__.py", "  + extra.py", "  - engine/flags.py"):
+        assert line in ran.out.splitlines()
+    proved = run("verify", *where, "--level", "files")
+    assert proved.code == 14 and "engine/" in proved.err
+
+    assert run("generations", "release", *where, "-y").code == 0
+    assert live.is_dir() and not live.is_symlink() and not (target / ".ddtree").exists()
+    assert python(target, "import kernel; print(kernel.VERSION)") == "2.0"
