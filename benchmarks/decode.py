@@ -22,11 +22,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
+import transformers
 
 from ddtree.sampling import Sampling
 from ddtree.server import tiny
 from ddtree.server.engine import Engine, Generation, Mode, Request
+from ddtree.server.errors import ModelError
 from ddtree.server.load import load_engine
+from ddtree.server.options import refusal
 
 
 @dataclass(frozen=True)
@@ -181,8 +184,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    model, drafter = map(str, tiny.paths()) if args.tiny else (args.model, args.drafter)
-    base = load_engine(model, drafter, device=args.device, dtype=args.dtype)
+    if args.tiny == bool(args.model):
+        parser.error("name a pair: either `--tiny`, or `--model` and `--drafter`")
+    transformers.logging.disable_progress_bar()
+    try:
+        model, drafter = map(str, tiny.paths()) if args.tiny else (args.model, args.drafter)
+        base = load_engine(model, drafter, device=args.device, dtype=args.dtype)
+    except ModelError as error:
+        sys.exit(refusal(error.message, error.mend))
     where = (
         torch.cuda.get_device_name() if base.target.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     )
@@ -191,6 +200,7 @@ def main() -> None:
     print(head)
     print("\n".join(table(samples)))
     if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({"setting": head, "samples": [asdict(s) for s in samples]}) + "\n")
 
 

@@ -14,34 +14,26 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ddtree.server.errors import ModelError
+from ddtree.server.options import add_model_options, load, model_name, positive, refusal
+
+log = logging.getLogger("ddtree.server")
+
 API_KEY_VARIABLE = "DDTREE_API_KEY"
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = argparse.ArgumentParser(prog="python -m ddtree.server", description=__doc__)
-    which = p.add_argument_group("model")
-    which.add_argument("--tiny", action="store_true", help="serve the tiny pair that comes with the project")
-    which.add_argument("--model", metavar="DIR|ID", help="target: a directory or a hub id")
-    which.add_argument("--drafter", metavar="DIR|ID", help="DFlash drafter: a directory or a hub id")
-    which.add_argument(
-        "--served-model-name", metavar="NAME", help="what clients call it (default: the last part of --model)"
-    )
-    which.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    which.add_argument(
-        "--dtype", default="auto", help="auto (bf16 on a GPU, fp32 on a CPU), float32, bfloat16, float16"
-    )
-    which.add_argument("--threads", type=int, help="CPU threads for the model (default: all cores)")
-    how = p.add_argument_group("decoding")
-    how.add_argument("--mode", choices=("plain", "dflash", "ddtree"), default="ddtree")
-    how.add_argument("--budget", type=int, help="tree nodes without the root; a verify pass has one token more")
-    how.add_argument("--max-context", type=int, help="tokens of prompt and answer (default: what the model allows)")
+    add_model_options(p)
+    p.add_argument("--served-model-name", metavar="NAME", help="what clients call it (default: the last part of --model)")
+    p.add_argument("--max-context", type=positive, metavar="N", help="tokens of prompt and answer (default: the model's)")
     net = p.add_argument_group("server")
     net.add_argument("--host", default="127.0.0.1")
     net.add_argument("--port", type=int, default=30000, help="0 takes a free one")
-    net.add_argument("--max-running", type=int, default=4, help="requests that take turns in the engine")
+    net.add_argument("--max-running", type=positive, default=4, help="requests that take turns in the engine")
     net.add_argument("--max-waiting", type=int, default=64, help="requests in the queue; more get 429")
-    net.add_argument("--max-body", type=int, default=4 << 20, metavar="BYTES")
+    net.add_argument("--max-body", type=positive, default=4 << 20, metavar="BYTES")
     net.add_argument("--drain-seconds", type=float, default=30, help="how long SIGTERM waits for answers in progress")
     net.add_argument("--api-key-file", type=Path, help=f"file with the key clients must send (or ${API_KEY_VARIABLE})")
     net.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
@@ -51,47 +43,29 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the server until SIGTERM or SIGINT; return the exit code."""
     args = parser().parse_args(argv)
-    if args.tiny == bool(args.model):
-        return _refuse("name a model: either `--tiny` or `--model`")
     try:
         key = api_key(args.api_key_file)
         # Taken before the model is loaded, so that a port in use is known at once.
-        listener = socket.create_server((args.host, args.port), backlog=256)
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        listener = socket.create_server((args.host, args.port), family=family, backlog=256)
     except (OSError, ValueError) as error:
         return _refuse(f"cannot start: {error}")
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     begin = time.monotonic()
 
-    import torch
-    import transformers
+    try:
+        engine = load(args)
+    except ModelError as error:
+        return _refuse(error.message, error.mend)
+
     import uvicorn
 
-    from ddtree.server import tiny
     from ddtree.server.app import Settings, build_app
     from ddtree.server.engine import Mode
-    from ddtree.server.errors import ModelError
-    from ddtree.server.load import default_budget, load_engine
     from ddtree.server.metrics import Metrics
     from ddtree.server.scheduler import Scheduler
 
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    transformers.logging.disable_progress_bar()
-    mode = Mode(args.mode)
-    name = args.served_model_name or (tiny.NAME if args.tiny else Path(args.model).name)
-    try:
-        pair = tiny.paths(with_drafter=mode is not Mode.PLAIN) if args.tiny else None
-        model, drafter = map(str, pair) if pair else (args.model, args.drafter)
-        engine = load_engine(
-            model,
-            drafter,
-            mode=mode,
-            budget=args.budget or default_budget(args.device),
-            device=args.device,
-            dtype=args.dtype,
-        )
-    except ModelError as error:
-        return _refuse(error.message, error.mend)
+    mode, name = engine.mode, args.served_model_name or model_name(args)
     if args.max_context:
         engine.max_context = min(engine.max_context, args.max_context)
     metrics = Metrics(name, mode)
@@ -132,9 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     server = Server(config)
     host, port = listener.getsockname()[:2]
+    if key is None and not listener.getsockname()[0].startswith(("127.", "::1")):
+        log.warning("no API key is set, and whoever reaches %s may use the model", args.host)
     shape = f"{mode}, budget {engine.budget}" if mode is Mode.DDTREE else str(mode)
+    address = f"[{host}]" if ":" in host else host
     print(
-        f"serving `{name}` ({shape}, {engine.target.device}) after {time.monotonic() - begin:.1f} s: http://{host}:{port}",
+        f"serving `{name}` ({shape}, {engine.target.device}) after {time.monotonic() - begin:.1f} s: http://{address}:{port}",
         file=sys.stderr,
         flush=True,
     )
@@ -154,7 +131,7 @@ def api_key(file: Path | None) -> str | None:
 
 
 def _refuse(message: str, mend: str = "") -> int:
-    print(f"error: {message}" + (f"\n\nhint: {mend}" if mend else ""), file=sys.stderr)
+    print(refusal(message, mend), file=sys.stderr)
     return 2
 
 

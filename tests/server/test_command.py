@@ -24,8 +24,10 @@ def pair_arguments(pair: tuple[Path, Path]) -> list[str]:
 
 
 def test_what_cannot_be_started_says_why_at_once(tmp_path: Path) -> None:
-    nothing = command()
+    nothing = command("--port", "0")
     assert nothing.returncode == 2 and nothing.stderr == "error: name a model: either `--tiny` or `--model`\n"
+    none = command("--tiny", "--max-running", "0")
+    assert none.returncode == 2 and "--max-running: must be a whole number from 1: 0" in none.stderr
     (tmp_path / "key").write_text("\n")
     empty = command("--tiny", "--port", "0", "--api-key-file", str(tmp_path / "key"))
     assert empty.returncode == 2 and "error: cannot start: the API key is empty" in empty.stderr
