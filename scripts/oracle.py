@@ -337,8 +337,11 @@ def story(bench: Bench) -> tuple[list[Cell], list[str]]:
     return cells, text
 
 
-def accident(bench: Bench) -> Iterator[Cell]:
-    """Replay the story: parts of a cu130 tree laid over a cu128 tree, by copying over, and after rm -rf."""
+def accident(bench: Bench, text: list[str]) -> Iterator[Cell]:
+    """Replay the story: parts of a cu130 tree laid over a cu128 tree, by copying over, and after rm -rf.
+
+    What is said of each tree as it stands is added to `text`.
+    """
     old, new, pure = hosts(bench)
     parts = ("torch", "triton", "nvidia", "sgl_kernel")
     for name in ("clean", "merged", "replaced"):
@@ -360,8 +363,9 @@ def accident(bench: Bench) -> Iterator[Cell]:
         for group, paths in sorted(groups.items()):
             yield _cell(bench, f"{name} tree", group, site, paths, root)
         verdict = abi.inspect(site)
-        blocks = sorted({item.check for item in verdict.blocks})
-        print(f"{name}: inspect blocks {blocks}", *(f"  {item.text}" for item in verdict.blocks[:4]), sep="\n", flush=True)
+        text += ["", f"`doctor` on the {name} tree:", "", "```"]
+        text += [f"{item.check} {item.text}" for item in verdict.blocks] or ["nothing that blocks"]
+        text += ["```"]
 
 
 # --- the report -----------------------------------------------------------------------------------------------------
@@ -451,7 +455,7 @@ def main() -> int:
         bench.with_closure(f"torch=={torch}")
     bench.build_stub()
     cells, text = story(bench)
-    cells += accident(bench)
+    cells += accident(bench, text)
     cells += [cell for torch in TORCHES for cell in matrix(bench, torch, (*KERNELS, *OTHERS))]
     options.report.write_text(report(cells, text, bench), encoding="utf-8")
     bench.close()

@@ -6,6 +6,7 @@ Every key may be missing, so that a hand-written case stays short; a missing fac
 from __future__ import annotations
 
 import base64
+import re
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -255,8 +256,10 @@ class HostFacts:
     def gpus(self) -> tuple[Gpu, ...]:
         out: list[Gpu] = []
         for row in self.get("gpus", "list") or ():
-            major, _, minor = str(row["cc"]).partition(".")
-            out.append(Gpu(int(row.get("index", len(out))), str(row.get("name", "GPU")), (int(major), int(minor or 0))))
+            cc = re.fullmatch(r"(\d+)\.(\d+)", str(row.get("cc")))
+            if cc:  # an old nvidia-smi answers `[N/A]`
+                name = str(row.get("name", "GPU"))
+                out.append(Gpu(int(row.get("index", len(out))), name, (int(cc.group(1)), int(cc.group(2)))))
         return tuple(out)
 
 
