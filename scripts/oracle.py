@@ -440,13 +440,24 @@ def report(cells: list[Cell], text: list[str], bench: Bench) -> str:
     return "\n".join(parts)
 
 
+def python312() -> str | None:
+    """Return a Python 3.12 that runs: from PATH (a pyenv shim may not), else the newest of ~/.pyenv."""
+    found = [shutil.which("python3.12"), *sorted(map(str, Path.home().glob(".pyenv/versions/3.12.*/bin/python")))[::-1]]
+    for python in filter(None, found):
+        if subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return python
+    return None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path(tempfile.gettempdir()) / "ddtree-oracle")
-    parser.add_argument("--python", default=shutil.which("python3.12") or "python3.12")
+    parser.add_argument("--python", default=python312(), help="a Python 3.12, for the wheels are cp312")
     parser.add_argument("--report", type=Path, default=REPO / "docs" / "oracle.md")
     parser.add_argument("--keep", action="store_true", help="keep the unpacked wheels for the next run")
     options = parser.parse_args()
+    if options.python is None:
+        parser.error("there is no Python 3.12 here: name one with --python")
     bench = Bench(options.root, options.python)
     bench.dists.mkdir(parents=True, exist_ok=True)
     for name in (*KERNELS, *OTHERS, *PURE):
