@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from ddtree_deploy import __version__
 from ddtree_deploy.models import PATCHED, UNOWNED
-from ddtree_deploy.plan import travels
 from ddtree_deploy.render import as_json
 from ddtree_deploy.render.plan_views import use_lines
 from ddtree_deploy.render.proof_views import import_lines
@@ -59,6 +58,8 @@ def taken(ui: Ui, taken: Taken) -> None:
 
 def _patched(say: Any, manifest: Manifest, most: int) -> None:
     """Name what somebody did by hand: files that differ from RECORD, and files added to a package that has one."""
+    from ddtree_deploy.plan import travels
+
     packages = {package for dist in manifest.distributions for package in dist.packages}
     lines = [f"patched {entry.path}" for entry in manifest.files if entry.origin == PATCHED]
     lines += [f"added   {entry.path}" for entry in manifest.files if travels(entry, packages)]
