@@ -27,7 +27,7 @@ REAL = {
     "sglang.srt.speculative.spec_info",
     "sglang.srt.speculative.ddtree_utils",
 }
-VOCAB, WIDTH, BLOCK, ROUNDS = 12, 16, 6, 400
+VOCAB, WIDTH, BLOCK, ROUNDS = 12, 16, 6, 200
 
 
 def _anything(*args: object, **_: object) -> object:
