@@ -50,8 +50,9 @@ def take(
                 raise SourceDrift(f"`{host.name}` keeps changing while it is read", causes=tuple(stale[:10]))
         manifest = _manifest(host, seen, found)
         proof = _prove(session, store, manifest, host) if probe else {}
+        # Before the snapshot counts: one without these facts could not be judged later, when its host may be gone.
+        remember(session, store, identity(encode(manifest)))
         ref = store.add(manifest, label, proof=proof or None)
-        remember(session, store, ref.id)
     failures = tuple(import_proof(row) for row in store.proof(ref.id).get("imports", []) if not row["ok"])
     return Taken(ref, manifest, new_objects, new_bytes, seen.hashed, seen.vouched, failures)
 
