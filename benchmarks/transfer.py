@@ -64,7 +64,13 @@ class Watch:
             for status in Path("/proc").glob("[0-9]*/status"):
                 try:
                     command = (status.parent / "cmdline").read_bytes()
-                    role = "agent" if b"ddtree-agent" in command and b"ssh" not in command[:40] else "controller" if b"ddtree_deploy" in command and b"-m" in command else ""
+                    role = (
+                        "agent"
+                        if b"ddtree-agent" in command and b"ssh" not in command[:40]
+                        else "controller"
+                        if b"ddtree_deploy" in command and b"-m" in command
+                        else ""
+                    )
                     if role:
                         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
                         self.peak[role] = max(self.peak[role], int(line.split()[1]) / 1024)
@@ -95,7 +101,7 @@ def timed(lab: Lab, command: list[str] | str, env: dict[str, str] | None = None,
         result = json.loads(done.stdout.splitlines()[-1])
         phases = _find(result, "phases") or {}
         proofs, syntax = phases.get("imports", 0.0), phases.get("prove", 0.0)
-        print(f"      phases {({k: round(v, 2) for k, v in phases.items()})}", file=sys.stderr)
+        print(f"      phases { ({k: round(v, 2) for k, v in phases.items()}) }", file=sys.stderr)
     return Cost(wall, cpu, watch.peak["controller"], watch.peak["agent"], proofs, syntax)
 
 
@@ -133,7 +139,7 @@ class Bench:
     def ssh(self, lab: Lab) -> str:
         return f"ssh -F {lab.ssh_config} -o ControlMaster=no"
 
-    def push(self, lab: Lab) -> list[str]:
+    def push(self, _lab: Lab) -> list[str]:
         return [*DDTREE, "push", "ct200", "--venv", "/srv/venv", "-y", "--json"]
 
     def first(self) -> dict[str, Callable[[Lab], list[str] | str]]:
@@ -165,7 +171,9 @@ class Bench:
             time.sleep(12)  # the host separates generations in the background, and stamps settle
             lab.shape(self.mbit)
             out["nothing: rsync -a"] = timed(lab, self.first()["rsync -a"](lab))
-            out["nothing: rsync -a --checksum"] = timed(lab, str(self.first()["rsync -a"](lab)).replace("rsync -a", "rsync -a --checksum"))
+            out["nothing: rsync -a --checksum"] = timed(
+                lab, str(self.first()["rsync -a"](lab)).replace("rsync -a", "rsync -a --checksum")
+            )
             out["nothing: ddtree-deploy push"] = timed(lab, self.push(lab), self.env)
             files = [sources / name for name in FIVE[:4]] + [self.site / "sglang/srt" / FIVE[4]]
             originals = {path: path.read_bytes() if path.exists() else None for path in files}
@@ -173,9 +181,14 @@ class Bench:
                 for path in files:
                     path.write_bytes((originals[path] or b"") + f"\n# changed at {time.time()}\n".encode())
                 snapshot(self.venv, self.env)
-                scp = " && ".join(f"scp -q -F {lab.ssh_config} -o ControlMaster=no {p} ct200:/srv/copy/{p.relative_to(self.site)}" for p in files)
+                scp = " && ".join(
+                    f"scp -q -F {lab.ssh_config} -o ControlMaster=no {p} ct200:/srv/copy/{p.relative_to(self.site)}"
+                    for p in files
+                )
                 check = " ".join(f"/srv/copy/{path.relative_to(self.site)}" for path in files)
-                out["five: chained scp and py_compile"] = timed(lab, f"{scp} && {self.ssh(lab)} ct200 {sys.executable} -m py_compile {check}")
+                out["five: chained scp and py_compile"] = timed(
+                    lab, f"{scp} && {self.ssh(lab)} ct200 {sys.executable} -m py_compile {check}"
+                )
                 out["five: chained scp"] = timed(lab, scp)
                 for path in files:
                     path.write_bytes(path.read_bytes() + b"# again\n")
@@ -195,13 +208,21 @@ class Bench:
 
 def snapshot(venv: Path, env: dict[str, str]) -> None:
     subprocess.run(
-        [*DDTREE, "snapshot", "local", "--venv", str(venv), "-q", "--no-probe"], env={**os.environ, **env}, check=True, stdout=subprocess.DEVNULL
+        [*DDTREE, "snapshot", "local", "--venv", str(venv), "-q", "--no-probe"],
+        env={**os.environ, **env},
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
 
 
 def table(rounds: list[dict[str, Cost]], base: str) -> list[str]:
     """Return Markdown rows: median wall, ratio to `base` in the same round (median), CPU, memory."""
-    lines = ["| way | wall s | without import probes | without any proof | to " + base + " | CPU s | controller MiB | agent MiB |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| way | wall s | without import probes | without any proof | to "
+        + base
+        + " | CPU s | controller MiB | agent MiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for name in rounds[0]:
         costs = [r[name] for r in rounds]
         bare = [c.wall - c.proofs - c.syntax for c in costs]
@@ -240,7 +261,12 @@ def main() -> None:
         lines: list[str] = []
         if "first" in arguments.cases:
             rounds = [bench.run_first(set(filter(None, arguments.only.split(",")))) for _ in range(arguments.rounds)]
-            lines += ["", f"First copy, {arguments.mbit or 'unshaped'}", "", *table(rounds, "rsync -a" if "rsync -a" in rounds[0] else next(iter(rounds[0])))]
+            lines += [
+                "",
+                f"First copy, {arguments.mbit or 'unshaped'}",
+                "",
+                *table(rounds, "rsync -a" if "rsync -a" in rounds[0] else next(iter(rounds[0]))),
+            ]
         if "again" in arguments.cases:
             rounds = [bench.run_again() for _ in range(arguments.rounds)]
             for case, base in (("nothing", "nothing: rsync -a"), ("five", "five: chained scp")):
