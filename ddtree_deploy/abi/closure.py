@@ -125,6 +125,9 @@ class Process:
         return self.at.get(self.site.system.cache.get(soname, ""))
 
     def _directories(self, chain: tuple[SharedObject, ...]) -> Iterator[str]:
+        if not chain:  # LD_PRELOAD by name, and no facts of the interpreter
+            yield from self.site.system.search
+            return
         if not chain[0].raw.get("runpath"):
             everyone = chain if self.program is None or self.program in chain else (*chain, self.program)
             for item in everyone:

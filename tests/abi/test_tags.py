@@ -82,3 +82,21 @@ def test_which_cuda_a_soname_belongs_to() -> None:
     assert cuda.soname_majors("libcusolver.so.12") == (13,)
     assert cuda.soname_majors("libcusparse.so.12") == (12, 13)
     assert cuda.soname_majors("libcudnn.so.9") == ()
+
+
+def test_a_verdict_in_plain_lines() -> None:
+    """One line a check, evidence below it, then the set, what no set mends, and the command."""
+    pin = {"name": "vision", "version": "2", "requires": ["torch==2.11.0"]}
+    torch = {"name": "torch", "version": "2.11.0", "requires": ["nothing-anywhere"]}
+    source = abi.load({"tree": {"dists": [pin, torch]}}, "ct129")
+    verdict = abi.judge(source, abi.load({}, "ct200"), ["vision"])
+    text = "\n".join(abi.lines(verdict))
+    assert "K9   block  metadata\n       ! vision 2 requires torch==2.11.0; the result lacks it" in text
+    assert text.endswith("also torch 2.11.0 <- vision requires torch==2.11.0\nhint: ddtree-deploy push ct200 --only torch --only vision")
+    assert "K11" in "\n".join(abi.lines(verdict, notes=True))
+    full = abi.judge(source, abi.load({"host": {"disk": {"free_bytes": 1 << 20}}}, "b"), ["torch"], needed_bytes=1 << 30)
+    assert [item.text for item in full.blocks] == ["b has 1 MiB free, the new generation takes 1024 MiB"]
+    numa = {"files": {"k.so": {"needed": ["libnuma.so.1"]}}, "dists": [{"name": "k", "version": "1", "owns": ["k.so"]}]}
+    system = {"cache": {"libnuma.so.1": "/lib/libnuma.so.1"}, "files": {"/lib/libnuma.so.1": {}}}
+    verdict = abi.judge(abi.load({"tree": numa, "system": system}, "a"), abi.load({}, "b"), ["k"])
+    assert "no set mends this: `k.so` of k 1 needs `libnuma.so.1`" in "\n".join(abi.lines(verdict))
