@@ -77,6 +77,24 @@ def test_every_edit_is_in_the_result_as_often_as_its_anchor_says(stock: Stock) -
         assert inserted == sorted(e.text for e in EDITS if e.path == path for _ in range(e.anchor.count))
 
 
+def test_what_an_insertion_names_is_bound_where_it_stands(stock: Stock) -> None:
+    """A parse does not notice a name that the stock method does not have."""
+    files = {f.path: f.data for f in build.build(stock("0.5.11"), "0.5.11")}
+    tree = ast.parse(files["sglang/srt/speculative/dflash_worker.py"])
+    for method, called in (
+        ("DFlashWorker._prepare_for_speculative_decoding", "prepare_verify"),
+        ("DFlashWorker.__init__", "start_ddtree"),
+    ):
+        scope = find_scope(tree, method)
+        assert isinstance(scope, ast.FunctionDef)
+        (call,) = (n for n in ast.walk(scope) if isinstance(n, ast.Call) and ast.unparse(n.func) == called)
+        bound = {a.arg for a in scope.args.args} | {
+            n.id for n in ast.walk(scope) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and n.lineno < call.lineno
+        }
+        names = {n.id for a in call.args for n in ast.walk(a) if isinstance(n, ast.Name)}
+        assert names and names <= bound
+
+
 @pytest.mark.parametrize("feature", [(3, 10), (3, 11), (3, 12)])
 def test_results_parse_in_every_python_sglang_runs_on(stock: Stock, feature: tuple[int, int]) -> None:
     for built in build.build(stock("0.5.11"), "0.5.11"):
