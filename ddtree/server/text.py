@@ -44,9 +44,9 @@ class StopText:
     def feed(self, piece: str) -> str:
         """Add text and return what can be shown; once a stop string is complete, `found` names it."""
         text = self._held + piece
-        hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        hits = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if hits:
-            at, self.found = min(hits)
+            _, at, self.found = min(hits)  # the first to be complete, as if the text came by the character
             self._held = ""
             return text[:at]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
