@@ -6,15 +6,22 @@ Every command that it shows is run for real, as a process of its own.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ddtree_deploy.demo_sshd import free_port
 from ddtree_deploy.errors import DeployError, HostUnreachable, UsageProblem
 
 SOURCE_WHEELS = ("jinja2==3.1.6", "markupsafe==3.0.2", "packaging==25.0")
@@ -89,6 +96,41 @@ def _play(stage: Stage, say: Callable[[str], None]) -> None:
     _expect(stage, "import jinja2; print(jinja2.__version__)", "3.1.4", "generation 0 is what was found there")
     _ddtree(stage, say, "generations", "ct200")
     say("that was the main job: snapshot, diff, push, proof, refusal, rollback")
+    _complete(stage, say)
+
+
+def _complete(stage: Stage, say: Callable[[str], None]) -> None:
+    """End with a completion by the standalone DDTree server and the tiny pair, when the `server` extra is installed."""
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", "fastapi", "uvicorn")):
+        say("with the `server` extra installed, this would end with a completion by the DDTree server on a tiny model")
+        return
+    port = free_port()
+    command = [sys.executable, "-m", "ddtree.server", "--tiny", "--port", str(port)]
+    say(f"$ {shlex.join(['python', *command[1:]])}")
+    with (stage.root / "server.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "HF_HUB_OFFLINE": "1"}, start_new_session=True)
+    try:
+        chat = _ask(server, f"http://127.0.0.1:{port}", "Print the 7 times table.")
+    finally:
+        server.terminate()
+        server.wait()
+    usage = chat["usage"]
+    say(f"a tiny model answers, {usage['ddtree']['acceptance_length']} tokens a round: {chat['choices'][0]['message']['content']!r}")
+
+
+def _ask(server: subprocess.Popen[bytes], url: str, question: str) -> Any:
+    body = {"model": "ddtree-tiny", "messages": [{"role": "user", "content": question}], "max_tokens": 64, "temperature": 0}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    deadline = time.monotonic() + 180
+    while server.poll() is None and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return json.load(answer)
+        except (ConnectionError, urllib.error.URLError):
+            time.sleep(0.5)
+    raise DemoFailed("the DDTree server did not answer", mend="start it by hand: `python -m ddtree.server --tiny`")
 
 
 def _make_venv(path: Path, wheels: tuple[str, ...]) -> None:
