@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -41,8 +42,11 @@ class Allowance:
     def covers(self, item: Evidence) -> bool:
         if item.check != self.check:
             return False
-        stem = item.what.rsplit("/", 1)[-1].split(".")[0]
-        return fnmatch.fnmatchcase(item.what, self.what) or stem == self.what or f"`{self.what}`" in item.text
+        # What is wrong stands before the semicolon; who provides it, after it, is not what is allowed.
+        wrong = item.text.partition(";")[0]
+        names = {item.what, *re.findall(r"`([^`]+)`", wrong), *re.findall(r"\(([\w.-]+) ", wrong)}
+        stems = {name.rsplit("/", 1)[-1].split(".")[0] for name in names if "/" in name}
+        return self.what in stems or any(fnmatch.fnmatchcase(name, self.what) for name in names)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from ddtree_deploy import abi
+from ddtree_deploy.abi.case import Evidence
 from tests.abi.lab import Env
 
 MakeEnv = Callable[[str], Env]
@@ -234,6 +235,19 @@ def test_a_verdict_survives_json(env: MakeEnv) -> None:
     assert data["solution"]["command"].startswith("ddtree-deploy push ct200 --only ")
     with pytest.raises(ValueError, match="schema"):
         abi.verdict_from_json({**data, "schema": 99})
+
+
+@pytest.mark.parametrize(
+    ("what", "covered"),
+    [("libnvrtc.so.13", True), ("sgl_kernel/common_ops.abi3.so", True), ("common_ops", True), ("sglang-kernel", True),
+     ("sgl_kernel/*", True), ("torch", False), ("nvidia-cuda-nvrtc", False), ("libcublas.so.13", False)],
+)  # fmt: skip
+def test_an_allowance_covers_what_is_wrong_and_not_who_provides_it(what: str, covered: bool) -> None:
+    text = "`sgl_kernel/common_ops.abi3.so` (sglang-kernel 0.4.2) needs `libnvrtc.so.13`"
+    text += "; on ct129 it comes from `nvidia/cu13/lib/libnvrtc.so.13` of nvidia-cuda-nvrtc 13.0.1"
+    item = Evidence("K1", "block", "libnvrtc.so.13", text)
+    assert abi.Allowance("K1", what).covers(item) is covered
+    assert not abi.Allowance("K2", what).covers(item)
 
 
 @pytest.mark.parametrize("text", ["", "K4", "K4:", ":x", "K99:x", "flash_ops"])
