@@ -57,12 +57,12 @@ def doctor(
     """
     from ddtree_deploy.config import load, resolve_host
     from ddtree_deploy.doctor import doctor as run
-    from ddtree_deploy.render import views
+    from ddtree_deploy.render import machine_views
 
     where = None
     if name:
         where = resolve_host(name, load(), venv=venv, transport=transport, accept_new=accept_new_host_key)
-    return views.doctor(ui, run(where, emit=ui.emit))
+    return machine_views.doctor(ui, run(where, emit=ui.emit))
 
 
 def hosts(ui: Ui) -> None:
@@ -71,19 +71,19 @@ def hosts(ui: Ui) -> None:
     `local`, those of ddtree.toml, and ssh aliases.
     """
     from ddtree_deploy.config import known_names, load
-    from ddtree_deploy.render import views
+    from ddtree_deploy.render import machine_views
 
     config = load()
-    views.hosts(ui, config, known_names(config))
+    machine_views.hosts(ui, config, known_names(config))
 
 
 def config(ui: Ui, example: Annotated[bool, typer.Option("--example", help="Print an annotated ddtree.toml.")] = False) -> None:
     """Show every setting and where it comes from."""
     from ddtree_deploy import config as configuration
-    from ddtree_deploy.render import views
+    from ddtree_deploy.render import machine_views
 
     if example:
         ui.document("config-example", {"text": configuration.example()})
         ui.data(configuration.example().rstrip())
     else:
-        views.config(ui, list(configuration.load().rows()))
+        machine_views.config(ui, list(configuration.load().rows()))

@@ -41,22 +41,14 @@ def fields(value: Any) -> dict[str, Any]:
 
 def plan(plan: Plan, files: bool = True) -> dict[str, Any]:
     """Return a plan without the whole resulting tree (which can have 60 000 entries): its size stands for it."""
-    rest = {
-        field.name: plain(getattr(plan, field.name))
-        for field in dataclasses.fields(plan)
-        if field.name not in ("result", "changes")
-    }
+    rest = {field.name: plain(getattr(plan, field.name)) for field in dataclasses.fields(plan) if field.name not in ("result", "changes")}
     changes = {"changed_files": len(plan.changes)} | ({"changes": plain(plan.changes)} if files else {})
     return rest | changes | {"result": {"files": len(plan.result.files), "bytes": plan.result.bytes}}
 
 
 def manifest(manifest: Manifest, files: bool) -> dict[str, Any]:
     """Return a snapshot's manifest, its file list only when asked for."""
-    rest = {
-        field.name: plain(getattr(manifest, field.name))
-        for field in dataclasses.fields(manifest)
-        if field.name != "files"
-    }
+    rest = {field.name: plain(getattr(manifest, field.name)) for field in dataclasses.fields(manifest) if field.name != "files"}
     return rest | ({"files": plain(manifest.files)} if files else {})
 
 

@@ -32,9 +32,7 @@ def summary(plan: Plan) -> str:
         return "nothing would change"
     signs = Counter(change.sign for change in plan.changes)
     arriving = sum(change.size for change in plan.changes if change.sign != "-")
-    parts = [
-        f"{signs[sign]} {word}" for sign, word in (("+", "added"), ("~", "changed"), ("-", "removed")) if signs[sign]
-    ]
+    parts = [f"{signs[sign]} {word}" for sign, word in (("+", "added"), ("~", "changed"), ("-", "removed")) if signs[sign]]
     return f"{plural(len(plan.changes), 'file')} differ: {', '.join(parts)}; {size(arriving)} of new content".replace(
         "1 file differ:", "1 file differs:"
     )

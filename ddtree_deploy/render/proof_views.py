@@ -28,9 +28,7 @@ def level_lines(proofs: Proofs) -> list[str]:
         failed = sum(not proof.ok and not proof.baseline for proof in proofs.imports)
         known = sum(not proof.ok and proof.baseline for proof in proofs.imports)
         spent = seconds(sum(proof.seconds for proof in proofs.imports))
-        wrong = (
-            f"{failed} failed" if failed else "all fine but those that failed on the source" if known else "all fine"
-        )
+        wrong = f"{failed} failed" if failed else "all fine but those that failed on the source" if known else "all fine"
         lines.append(f"import  {plural(len(proofs.imports), 'package')} in {spent}: {wrong}")
     return lines
 

@@ -25,8 +25,7 @@ def plain_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> lis
     widths = [max(len(row[index]) for row in table) for index in range(len(columns))]
     return [
         "  ".join(
-            cell.rjust(width) if column.number else cell.ljust(width)
-            for cell, width, column in zip(row, widths, columns, strict=True)
+            cell.rjust(width) if column.number else cell.ljust(width) for cell, width, column in zip(row, widths, columns, strict=True)
         ).rstrip()
         for row in table
     ]

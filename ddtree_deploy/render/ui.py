@@ -197,9 +197,7 @@ class Ui:
         if yes:
             return True
         if not self.can_ask():
-            raise UsageProblem(
-                f"confirmation needed and there is no terminal: {question}", mend="add `-y`, or set `DDTREE_YES=1`"
-            )
+            raise UsageProblem(f"confirmation needed and there is no terminal: {question}", mend="add `-y`, or set `DDTREE_YES=1`")
         with self._lock:
             if self._progress:
                 self._progress.stop()

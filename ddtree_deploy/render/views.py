@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddtree_deploy import __version__
 from ddtree_deploy.models import PATCHED, UNOWNED
 from ddtree_deploy.render import as_json
 from ddtree_deploy.render.plan_views import use_lines
@@ -15,9 +14,8 @@ from ddtree_deploy.render.table import columns
 from ddtree_deploy.render.words import generation, plural, push_line, rollback_line, short, size, some
 
 if TYPE_CHECKING:
-    from ddtree_deploy.config import Config
     from ddtree_deploy.generations import RollbackPlan
-    from ddtree_deploy.models import Check, GenerationInfo, Manifest, Pushed, RolledBack, SnapshotRef, Status, Taken
+    from ddtree_deploy.models import GenerationInfo, Manifest, Pushed, RolledBack, SnapshotRef, Status, Taken
     from ddtree_deploy.render.ui import Ui
 
 
@@ -107,10 +105,7 @@ def snapshot(ui: Ui, ref: SnapshotRef, manifest: Manifest, files: bool) -> None:
     label = f" ({ref.label})" if ref.label else ""
     ui.data(f"{ref.id}{label}", "bold")
     python = manifest.python
-    ui.data(
-        f"{ref.host}:{ref.venv}, taken {_when(ref.created)} UTC, "
-        f"Python {python.version} {python.machine}, {python.libc}"
-    )
+    ui.data(f"{ref.host}:{ref.venv}, taken {_when(ref.created)} UTC, Python {python.version} {python.machine}, {python.libc}")
     owned = Counter(entry.owner for entry in manifest.files)
     bytes_of: Counter[int] = Counter()
     patched_of: Counter[int] = Counter()
@@ -162,9 +157,7 @@ def approve_rollback(ui: Ui, name: str, plan: RollbackPlan, yes: bool) -> bool:
     ui.json_line({"type": "plan", **as_json.fields(plan)})
     for line in use_lines(plan.uses):
         ui.say(f"{name}: {line}", "yellow")
-    return not plan.uses or ui.confirm(
-        f"processes on `{name}` run from the live generation; switch it under them?", yes
-    )
+    return not plan.uses or ui.confirm(f"processes on `{name}` run from the live generation; switch it under them?", yes)
 
 
 def rolled_back(ui: Ui, back: RolledBack, dry_run: bool) -> None:
@@ -175,9 +168,7 @@ def rolled_back(ui: Ui, back: RolledBack, dry_run: bool) -> None:
     if ui.quiet:
         ui.data(str(back.generation))
     elif dry_run:
-        ui.data(
-            f"{back.host}: generation {generation(back.generation)} would be active (is {generation(back.previous)})"
-        )
+        ui.data(f"{back.host}: generation {generation(back.generation)} would be active (is {generation(back.previous)})")
     else:
         ui.data(rollback_line(back))
 
@@ -214,29 +205,6 @@ def holder(lock: Mapping[str, Any]) -> str:
     text += f" (pid {lock['pid']})" if lock.get("pid") else ""
     text += f" since {lock['since']}" if lock.get("since") else ""
     return text + (f": {lock['what']}" if lock.get("what") else "")
-
-
-def doctor(ui: Ui, checks: Sequence[Check]) -> int:
-    """Show a doctor's rows, each problem with its mend; return 1 when one of them stops a push."""
-    words = {"ok": "ok", "warn": "warn", "block": "fail"}
-    styles = {"ok": "green", "warn": "yellow", "block": "bold red"}
-    failed = sum(check.level == "block" for check in checks)
-    code = 1 if failed else 0
-    rows = [{**as_json.fields(check), "level": words[check.level]} for check in checks]
-    ui.document("doctor", {"code": code, "version": __version__, "checks": rows})
-    for check in checks:
-        if ui.quiet and check.level == "ok":
-            continue
-        ui.data(
-            f"{words[check.level]:<5} {check.id:<12} {check.text}", styles[check.level] if check.level != "ok" else ""
-        )
-        for line in check.evidence:
-            ui.data(f"{'':<19}{line}")
-        if check.level != "ok" and check.mend:
-            ui.data(f"{'':<19}hint: {check.mend}", "cyan")
-    warned = sum(check.level == "warn" for check in checks)
-    ui.say(f"{plural(failed, 'failure')}, {plural(warned, 'warning')}")
-    return code
 
 
 def status(ui: Ui, status: Status) -> None:
@@ -285,26 +253,3 @@ def audit(ui: Ui, lines: Sequence[Mapping[str, Any]]) -> None:
             if key not in ("time", "event") and value not in ("", None)
         ]
         ui.data("  ".join([str(line.get("time", "")), str(line.get("event", "")), *rest]))
-
-
-def hosts(ui: Ui, config: Config, names: Mapping[str, str]) -> None:
-    """List host names (`names`: name to where it is defined) and how each is reached."""
-    keys = ("name", "transport", "address", "venv", "origin")
-    rows = []
-    for name, origin in names.items():
-        entry = config.hosts.get(name)
-        how = "local" if name == "local" else (entry and entry.transport) or "openssh"
-        address = "" if name == "local" else (entry and entry.address) or name
-        rows.append((name, how, address, (entry and entry.venv) or "", origin))
-    ui.document("hosts", {"hosts": [dict(zip(keys, row, strict=True)) for row in rows]})
-    ui.table(columns("name", "transport", "address", "venv", "defined in"), rows)
-
-
-def config(ui: Ui, rows: Sequence[tuple[str, Any, str]]) -> None:
-    """Show settings: key, value, where the value comes from."""
-    ui.document("config", {"settings": [{"key": key, "value": value, "origin": origin} for key, value, origin in rows]})
-    shown = [
-        (key, ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value), origin)
-        for key, value, origin in rows
-    ]
-    ui.table(columns("setting", "value", "from"), shown)
