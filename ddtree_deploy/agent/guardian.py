@@ -11,7 +11,7 @@ import time
 from ddtree_deploy.agent import durable, layout, switch, tidy
 
 #: How long after the deadline a disk that refuses the decision is asked again, in seconds.
-PATIENCE = 3600.0
+PATIENCE = 600.0
 
 _BOOT = (
     "import sys; sys.path.insert(0, '/proc/self/fd/' + sys.argv[1]); "
