@@ -10,7 +10,6 @@ from ddtree_deploy.events import Emit, Note, Progress, Step, ignore
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.manifest import encode, identity, python_facts
 from ddtree_deploy.models import Distribution, FileEntry, Finding, ImportProof, Manifest, ServerCapture, Taken
-from ddtree_deploy.oracle import remember
 from ddtree_deploy.origins import DRIFT, Classified
 from ddtree_deploy.session import Session
 from ddtree_deploy.store import Store
@@ -35,6 +34,8 @@ def take(
     a push knows what worked there. Raises SourceDrift when the tree is not what it seems (editable installs, links out of it,
     missing files) or keeps changing, unless `allow_drift` accepts it.
     """
+    from ddtree_deploy.oracle import remember  # here, since `status` imports this module and should not wait for the oracle
+
     with store.lock("snapshot", shared=True), Session(host, writable=False, emit=emit) as session:
         new_objects = new_bytes = 0
         for attempt in range(ATTEMPTS):
