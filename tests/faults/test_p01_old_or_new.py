@@ -93,6 +93,7 @@ def test_an_observer_of_adoptions_never_finds_the_directory_missing(world: World
     observer.check("adoptions", both=False, switches=60)
 
 
+@pytest.mark.faults
 def test_an_interpreter_that_starts_at_any_moment_imports_one_version(world: World, tmp_path: Path) -> None:
     """What users do: `import` of several packages while switches go on; a process resolves the link once, at its start."""
     world.push()

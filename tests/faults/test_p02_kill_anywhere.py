@@ -130,7 +130,7 @@ def test_push_killed_at_every_step(tmp_path: Path, role: str) -> None:
         settled(world, lane.wanted[lane.next])
         lane.advance()
 
-    points = kill_points(trace.steps(), 16)
+    points = kill_points(trace.steps(), 10 if role == "agent0" else 4)
     in_lanes(lane, points, one)
     report(f"P2 push, {role} killed", steps=len(trace.steps()), tried=len(points), hit=sum(hit is not None for hit in hits))
     assert sum(hit is not None for hit in hits) >= len(points) * 0.8
@@ -160,7 +160,7 @@ def test_first_push_killed_at_every_step(tmp_path: Path, role: str) -> None:
         world.rollback(0)
         settled(world, world.old)
 
-    points = kill_points(trace.steps(), 20 if role == "agent0" else 6)
+    points = kill_points(trace.steps(), 12 if role == "agent0" else 4)
     in_lanes(lane, points, one)
     report(f"P2 first push, {role} killed", steps=len(trace.steps()), tried=len(points), hit=sum(hit is not None for hit in hits))
     assert sum(hit is not None for hit in hits) >= len(points) * 0.8
@@ -197,7 +197,7 @@ def test_rollback_killed_at_every_step(tmp_path: Path, role: str) -> None:
             world.rollback(live)
             settled(world, before)
 
-    points = kill_points(trace.steps(), 16)
+    points = kill_points(trace.steps(), 8 if role == "agent0" else 4)
     in_lanes(lane, points, one)
     report(f"P2 rollback, {role} killed", steps=len(trace.steps()), tried=len(points), hit=sum(hit is not None for hit in hits))
     assert sum(hit is not None for hit in hits) >= len(points) * 0.8
@@ -257,7 +257,7 @@ def test_controller_killed_at_every_step(tmp_path: Path, act: str) -> None:
         settled(world, after)
 
     steps = [step for step in trace.steps() if step[1] == "tests.emit" or "/store/" in step[4]]
-    points = [{"at": step[0]} for step in thin(steps, 10)]
+    points = [{"at": step[0]} for step in thin(steps, 6)]
     in_lanes(lane, points, one)
     report(f"P2 {act}, controller killed", steps=len(steps), tried=len(points), hit=sum(hit is not None for hit in hits))
     assert sum(hit is not None for hit in hits) >= len(points) * 0.8
@@ -282,7 +282,7 @@ def test_snapshot_killed_at_every_step(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     identity = done.stdout.strip()
     whole = check_store(world, home)
-    points = kill_points(trace.steps(), 12)
+    points = kill_points(trace.steps(), 8)
     hits = []
     for kill in points:
         shutil.rmtree(home)
@@ -311,7 +311,7 @@ def test_snapshot_survives_the_death_of_its_agent(tmp_path: Path) -> None:
 
     take(local(world.source, python=trace.python), Store.open(tmp_path / "first"), probe=False)
     steps = [step for step in trace.steps() if str(world.source) in step[4] or not step[4].startswith("/")]
-    points = thin(steps, 6)
+    points = thin(steps, 4)
     for step in points:
         shutil.rmtree(host_home, ignore_errors=True)
         store = Store.open(host_home)

@@ -41,7 +41,7 @@ def at(world: World, target: Path) -> World:
 
 
 def test_a_disk_of_any_size_is_refused_or_enough(big: World, tmp_path: Path) -> None:
-    sizes = thin([*range(4 * MIB, 84 * MIB, 4 * MIB)], 10)
+    sizes = thin([*range(4 * MIB, 84 * MIB, 4 * MIB)], 6)
     refused = 0
     for size in sizes:
         with tmpfs(tmp_path / "disk", size) as disk:
@@ -128,7 +128,7 @@ def test_a_disk_that_fills_up_at_any_step_fails_clean(big: World, tmp_path: Path
 
 def test_few_inodes_are_refused_before_anything_is_sent(big: World, tmp_path: Path) -> None:
     refused = 0
-    counts = thin([*range(60, 1500, 120)], 8)
+    counts = thin([*range(60, 1500, 120)], 5)
     for inodes in counts:
         with tmpfs(tmp_path / "disk", 96 * MIB, inodes) as disk:
             world = at(big, old_venv(disk / "venv"))
@@ -146,7 +146,7 @@ def test_few_inodes_are_refused_before_anything_is_sent(big: World, tmp_path: Pa
 
 def test_a_full_store_keeps_what_it_has_and_says_so(big: World, tmp_path: Path) -> None:
     refused = 0
-    sizes = thin([*range(256 << 10, 6 * MIB, 256 << 10)], 10)
+    sizes = thin([*range(256 << 10, 6 * MIB, 256 << 10)], 6)
     for size in sizes:
         with tmpfs(tmp_path / "store", size) as disk:
             store = Store.open(disk)
@@ -165,7 +165,7 @@ def test_a_full_store_keeps_what_it_has_and_says_so(big: World, tmp_path: Path) 
 
 
 def test_a_store_without_inodes_says_so(big: World, tmp_path: Path) -> None:
-    for inodes in thin([*range(14, 60, 4)], 6):
+    for inodes in thin([*range(14, 60, 4)], 4):
         with tmpfs(tmp_path / "store", 16 * MIB, inodes) as disk:
             store, error = outcome(lambda disk=disk: Store.open(disk))
             if error is None:

@@ -19,6 +19,8 @@ from tests.faults.harness import EVERYTHING, litter, outcome, report, rest
 from tests.fixtures.venvs import BASE_PYTHON, contents, site
 from tests.fixtures.world import QUICK, World, local, make_world
 
+pytestmark = pytest.mark.faults
+
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
@@ -116,7 +118,6 @@ def test_a_snapshot_whose_object_is_damaged_once_on_the_wire_is_whole(world: Wor
     assert store.verify().bad == () and store.verify().missing == ()
 
 
-@pytest.mark.faults
 def test_no_flipped_bit_anywhere_on_the_wire_makes_a_wrong_tree(world: World, tmp_path: Path) -> None:
     """At any offset, in either direction: the push succeeds with the right tree, or fails and the old one is live."""
     random.seed(7)

@@ -119,6 +119,7 @@ def test_a_killed_holder_frees_the_lock_at_once(world: World) -> None:
     assert world.live() == world.new
 
 
+@pytest.mark.faults
 def test_lock_wait_waits(world: World) -> None:
     waiter: list[threading.Thread] = []
     result: list[Any] = []

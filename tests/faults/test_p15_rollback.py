@@ -14,6 +14,8 @@ from tests.faults.harness import check_generations, ledger, litter, live_generat
 from tests.fixtures.venvs import contents, make_venv, package, site
 from tests.fixtures.world import World, make_world
 
+pytestmark = pytest.mark.faults
+
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:

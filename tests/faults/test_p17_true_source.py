@@ -60,6 +60,7 @@ def test_a_file_changed_while_it_is_sent_is_read_again(venv: Path, store: Store)
     assert store.verify().bad == () and store.absent(taken.manifest) == []
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("change", ["grows", "shrinks", "vanishes"])
 def test_a_file_that_changes_its_size_while_it_is_sent_is_noticed(venv: Path, store: Store, change: str) -> None:
     victim = site(venv) / "alpha" / "payload.bin"
@@ -86,6 +87,7 @@ def test_a_file_that_changes_its_size_while_it_is_sent_is_noticed(venv: Path, st
     assert store.verify().bad == ()
 
 
+@pytest.mark.faults
 def test_a_file_that_never_stops_changing_ends_the_snapshot_by_name(venv: Path, store: Store) -> None:
     victim = site(venv) / "alpha" / "payload.bin"
     stop = threading.Event()
@@ -133,6 +135,7 @@ def odd_name(venv: Path) -> None:
     (site(venv) / "alpha" / "new\nline.py").write_text("")
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("change", "kind", "where"),
     [(missing, "missing", "alpha/m1.py"), (editable, "editable", "devel"), (outside_path, "pth-path", "more.pth"),

@@ -39,6 +39,8 @@ LOOKS = {
     "show": ["show"],
 }
 
+pytestmark = pytest.mark.faults
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:

@@ -47,6 +47,7 @@ def test_the_command_says_that_it_is_up_to_date(world: World) -> None:
     assert live_generation(world.target) == 1
 
 
+@pytest.mark.faults
 def test_the_same_tree_under_another_snapshot_makes_no_new_generation(world: World) -> None:
     """Another source that holds the same distributions: another snapshot, no other tree."""
     world.push()
@@ -65,6 +66,7 @@ def test_the_same_tree_under_another_snapshot_makes_no_new_generation(world: Wor
     assert live_generation(world.target) == 1
 
 
+@pytest.mark.faults
 def test_after_an_edit_by_hand_a_push_brings_the_file_back(world: World) -> None:
     world.push()
     rest(world.target)
