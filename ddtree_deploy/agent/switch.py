@@ -188,6 +188,9 @@ def recover(found: Layout, python: str) -> str:
         log(found, event="cleared", state=journal.get("state"), tx=journal.get("tx"), who=journal.get("who"))
         if journal.get("state") == "proved" and journal.get("what") == "push":
             found.disown(journal["generation"])  # complete, but it never was live
+        if journal.get("state") == "releasing" and found.live() is None:
+            layout.remove(found.generations)  # an ordinary venv already: only the clean-up was cut
+            os.makedirs(found.generations)
         layout.remove(found.journal)
     if found.live() is None and os.path.islink(found.tree(0)):
         layout.remove(found.directory(0))  # the link that an adoption was about to exchange

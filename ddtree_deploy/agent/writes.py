@@ -353,6 +353,7 @@ def release(session: Session, _header: dict[str, Any], _value: object) -> dict[s
     live = found.live()
     if live is None:
         raise Failure("usage", "`%s` is an ordinary venv already" % found.venv)
+    push.journal = switch.write_journal(found, push.journal, state="releasing")
     durable.exchange(found.site, found.tree(live))
     durable.sync_directory(os.path.dirname(found.site))
     switch.log(found, event="released", generation=live, who=push.who["who"])

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ddtree_deploy.errors import HostUnreachable, RestoreUnconfirmed, RevertedAfterFailure
+from ddtree_deploy.generations import release
 from ddtree_deploy.hosts.base import Host
 from tests.faults.harness import (
     Killer,
@@ -201,6 +202,42 @@ def test_rollback_killed_at_every_step(tmp_path: Path, role: str) -> None:
     in_lanes(lane, points, one)
     report(f"P2 rollback, {role} killed", steps=len(trace.steps()), tried=len(points), hit=sum(hit is not None for hit in hits))
     assert sum(hit is not None for hit in hits) >= len(points) * 0.8
+
+
+def test_release_killed_at_every_step(tmp_path: Path) -> None:
+    """Turning a venv back into an ordinary one: killed anywhere, what is live stays, and the next push goes."""
+    world = make_world(tmp_path / "world", data=20_000)
+    world.push()
+    rest(world.target)
+    trace = Killer(tmp_path / "trace", "agent0", None, trace=True)
+    # The first session only looks at what a release would do; what it writes begins at the lock.
+    release(world.host(python=trace.python))
+    assert world.live() == world.new and not world.site.is_symlink() and not world.state.exists()
+    steps = trace.steps()
+    hits = []
+    for kill in kill_points(steps, 6):
+        world.push()
+        rest(world.target)
+        killer = Killer(tmp_path / "killer", "agent0", kill)
+        _done, error = outcome(lambda killer=killer: release(world.host(python=killer.python)))
+        hits.append(killer.hit)
+        assert isinstance(error, HostUnreachable) or killer.hit is None
+        assert world.live() == world.new, f"{killer.hit}: not what was live"
+        if world.site.is_symlink():
+            release(world.host())
+        shutil.rmtree(world.site)
+        shutil.copytree(world.source / world.site.relative_to(world.target), world.site)
+        (world.site / "extra.py").write_text("")  # so that there is something to push
+        (world.site / "alpha" / "m0.py").unlink()
+        world.push()
+        rest(world.target)
+        assert world.live() == {**contents(site(world.source)), "extra.py": contents(world.site)["extra.py"]}
+        world.rollback(0)
+        release(world.host())
+        shutil.rmtree(world.target)
+        make_venv(world.target, package("alpha", "1.0", data=20_000), package("beta", "1.0"), package("keep", "1.0", modules=1))
+    report("P2 release, agent killed", steps=len(steps), tried=len(hits), hit=sum(hit is not None for hit in hits))
+    assert any(hits)
 
 
 def _controller(world: World, act: str, killer: Killer | None, snapshot: str, home: Path, venv: Path) -> subprocess.CompletedProcess[str]:

@@ -126,7 +126,7 @@ def test_a_death_in_the_gap_is_mended_by_the_host_itself_or_by_the_next_push(tmp
     for when in range(1, 5):
         again(world)
         injections = ["renameat2:error=EINVAL", f"symlink:signal=SIGKILL:when={when}", f"symlinkat:signal=SIGKILL:when={when}"]
-        python, log = traced(tmp_path / "strace", *injections)
+        python, _log = traced(tmp_path / "strace", *injections)
         gap: Any = replace(BRIEF, accept_gap=True)
         _done, error = outcome(lambda python=python, gap=gap: world.push(host=world.host(python=python), options=gap))
         killed += error is not None
