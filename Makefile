@@ -17,7 +17,7 @@ types:
 	scripts/setup test
 	.venv/bin/mypy
 
-oracle: ## compare our ELF reader with pyelftools and cuobjdump
+oracle: ## predict beside dlopen on real wheels (downloads and unpacks about 20 GB)
 	scripts/setup test
 	.venv/bin/python scripts/oracle.py
 
