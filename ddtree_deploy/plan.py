@@ -274,6 +274,10 @@ def _place_checks(target: Inventory, result: Manifest) -> tuple[Check, ...]:
     out = []
     space = target.facts.get("space", {})
     mount = (space.get("mount", ""),)
+    left = tuple(target.facts.get("left_behind", ()))
+    if left:
+        text = "the new generation is made without what can not be carried: " + ", ".join(left[:5])
+        out.append(Check("K12", "warn", text, left[:20], "put into the venv what the links point to, or link it again after the push"))
     if target.facts.get("writable") is False:
         out.append(Check("K12", "block", f"`{target.venv}` is not writable for this user", (), "connect as its owner, or as root"))
     if space.get("read_only"):

@@ -16,6 +16,8 @@ from ddtree_deploy.session import Session
 from ddtree_deploy.store import Store, load_stamps, save_stamps
 
 RACY_NS = 1_000_000_000
+#: Findings about entries that no manifest can hold, so that a new generation is made without them.
+LEFT_BEHIND = frozenset({"outside-link", "special", "hostile-name", "changed"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,5 +121,10 @@ def inventory(host: Host, seen: Survey) -> Inventory:
         files=found.files,
         free_bytes=space["free_bytes"],
         free_inodes=space["free_inodes"],
-        facts={**seen.scan["facts"], "space": space, "writable": seen.fields["writable"]},
+        facts={
+            **seen.scan["facts"],
+            "space": space,
+            "writable": seen.fields["writable"],
+            "left_behind": [f"{f.where} ({f.kind})" for f in found.findings if f.kind in LEFT_BEHIND],
+        },
     )

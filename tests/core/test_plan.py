@@ -166,6 +166,11 @@ def test_space_and_place_are_checked_before_anything_is_sent() -> None:
     assert not make("s", manifest(ALPHA2), inventory(ALPHA2, free_bytes=0)).blocks
 
 
+def test_what_a_generation_can_not_hold_is_told_before_it_is_left_behind() -> None:
+    plan = make("s", manifest(ALPHA2), inventory(KEEP, facts={"left_behind": ["tensorrt (outside-link)"]}))
+    assert [(check.level, check.evidence) for check in plan.checks if "can not be carried" in check.text] == [("warn", ("tensorrt (outside-link)",))]
+
+
 def test_what_changes_is_probed_and_the_roots_that_are_there() -> None:
     plan = make("s", manifest(ALPHA2), inventory(ALPHA1, KEEP, ("torch", "1", {"torch/__init__.py": "t"})))
     assert probe_modules(plan, ("torch", "sglang")) == ["alpha", "torch"]
