@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import threading
@@ -70,7 +69,7 @@ def test_it_serves_with_a_key_and_sigterm_finishes_what_it_began(pair: tuple[Pat
         # Bound to this machine only, unless told otherwise.
         with socket.socket() as probe, pytest.raises(OSError):
             probe.settimeout(5)
-            probe.connect((_other_address(), live.port))
+            probe.connect(("127.0.0.2", live.port))  # loopback has many addresses
         got: list[list[Any]] = []
         key = {"Authorization": "Bearer s3cret"}
 
@@ -89,27 +88,19 @@ def test_it_serves_with_a_key_and_sigterm_finishes_what_it_began(pair: tuple[Pat
         assert not any("Traceback" in line for line in server.said), "".join(server.said)
 
 
-def _other_address() -> str:
-    """Return an address of this machine other than 127.0.0.1; loopback has many."""
-    return "127.0.0.2"
-
-
 @pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(pair: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "key").write_text("from-file\n")
     arguments = [*pair_arguments(pair), "--api-key-file", str(tmp_path / "key"), "--mode", "plain"]
     with started(*arguments) as server:
         live = server.live
-        client = live.client("from-file")
-        stream = client.completions.create(model="pair", **LONG_EXTRA, max_tokens=1900, stream=True)
+        wanted: Any = {"model": "pair", "prompt": LONG["prompt"], "max_tokens": 1900, "stream": True}
+        stream = live.client("from-file").completions.create(**wanted, extra_body={"ignore_eos": True})
         next(iter(stream))
         server.signal(signal.SIGINT)
         wait_until(lambda: draining(server), "new work is refused")
         server.signal(signal.SIGINT)
         assert server.wait(30) == 143
-
-
-LONG_EXTRA: dict[str, Any] = {"prompt": LONG["prompt"], "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.mark.slow
@@ -137,7 +128,6 @@ def test_the_tiny_pair_counts(tmp_path: Path) -> None:
 def test_models_that_cannot_be_served_are_refused_with_a_mend(pair: tuple[Path, Path], tmp_path: Path) -> None:
     alone = command("--model", str(pair[0]), "--port", "0")
     assert alone.returncode == 2
-    assert alone.stderr.endswith("error: mode `ddtree` needs a drafter\n\nhint: name one with `--drafter`, or use `--mode plain`\n")
+    assert "error: mode `ddtree` needs a drafter\n\nhint: name one with `--drafter`" in alone.stderr
     lost = command("--model", str(tmp_path / "nope"), "--mode", "plain", "--port", "0")
     assert lost.returncode == 2 and f"error: no such directory: `{tmp_path / 'nope'}`" in lost.stderr
-    assert os.path.exists(pair[0])
