@@ -168,7 +168,8 @@ def test_space_and_place_are_checked_before_anything_is_sent() -> None:
 
 def test_what_a_generation_can_not_hold_is_told_before_it_is_left_behind() -> None:
     plan = make("s", manifest(ALPHA2), inventory(KEEP, facts={"left_behind": ["tensorrt (outside-link)"]}))
-    assert [(check.level, check.evidence) for check in plan.checks if "can not be carried" in check.text] == [("warn", ("tensorrt (outside-link)",))]
+    (check,) = [check for check in plan.checks if "can not be carried" in check.text]
+    assert (check.level, check.evidence) == ("warn", ("tensorrt (outside-link)",))
 
 
 def test_what_changes_is_probed_and_the_roots_that_are_there() -> None:

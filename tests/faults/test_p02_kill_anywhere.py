@@ -17,6 +17,8 @@ import pytest
 from ddtree_deploy.errors import HostUnreachable, RestoreUnconfirmed, RevertedAfterFailure
 from ddtree_deploy.generations import release
 from ddtree_deploy.hosts.base import Host
+from ddtree_deploy.snapshot import take
+from ddtree_deploy.store import Store
 from tests.faults.harness import (
     Killer,
     check_generations,
@@ -32,7 +34,7 @@ from tests.faults.harness import (
     thin,
 )
 from tests.fixtures.venvs import contents, make_venv, package, site
-from tests.fixtures.world import BASE_PYTHON, BRIEF, World, make_world
+from tests.fixtures.world import BASE_PYTHON, BRIEF, World, local, make_world
 
 pytestmark = pytest.mark.faults
 
@@ -302,8 +304,6 @@ def test_controller_killed_at_every_step(tmp_path: Path, act: str) -> None:
 
 def check_store(world: World, home: Path) -> int:
     """Assert that a store is right: objects have their digests, listed snapshots are whole. Returns the number of objects."""
-    from ddtree_deploy.store import Store
-
     store = Store.open(home)
     count = check_objects(store.objects)
     for ref in store.refs():
@@ -342,10 +342,6 @@ def test_snapshot_survives_the_death_of_its_agent(tmp_path: Path) -> None:
     world = make_world(tmp_path / "world", data=20_000)
     host_home = tmp_path / "store"
     trace = Killer(tmp_path / "trace", "agent0", None, trace=True, reads=True)
-    from ddtree_deploy.snapshot import take
-    from ddtree_deploy.store import Store
-    from tests.fixtures.world import local
-
     take(local(world.source, python=trace.python), Store.open(tmp_path / "first"), probe=False)
     steps = [step for step in trace.steps() if str(world.source) in step[4] or not step[4].startswith("/")]
     points = thin(steps, 4)
@@ -364,10 +360,6 @@ def test_snapshot_survives_the_death_of_its_agent(tmp_path: Path) -> None:
 def test_cache_prune_killed_at_every_step(tmp_path: Path) -> None:
     world = make_world(tmp_path / "world", data=20_000)
     home = tmp_path / "full"
-    from ddtree_deploy.snapshot import take
-    from ddtree_deploy.store import Store
-    from tests.fixtures.world import local
-
     store = Store.open(home)
     kept = take(local(world.source), store, probe=False).ref.id
     for version in ("0.1", "0.2"):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ddtree_deploy.agent import layout
 from ddtree_deploy.errors import DeployError, IntegrityFailure
 from ddtree_deploy.events import Event, Note, Step
 from ddtree_deploy.render.proof_views import check as raise_on_bad_proofs
@@ -172,8 +173,6 @@ def test_a_live_file_that_rotted_without_a_trace_in_its_stat_is_found_by_deep(wo
     rest(world.target)
     path = world.site / "beta" / "m2.py"
     flip(path, hide=True)
-    from ddtree_deploy.agent import layout
-
     found = layout.locate(os.fspath(world.target))
     index = layout.Index.load(os.path.join(found.directory(1), "index"))
     info = path.stat()

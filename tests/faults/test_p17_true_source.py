@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,8 +167,6 @@ def test_a_second_snapshot_of_an_unchanged_source_reads_and_stores_nothing(venv:
     for at, _dirs, files in os.walk(venv):
         for name in files:
             os.utime(os.path.join(at, name), (1_700_000_000, 1_700_000_000), follow_symlinks=False)
-    import time
-
     time.sleep(1.2)  # the racily-clean rule: what was touched within the last second is read again
     first = take(local(venv), store, probe=False)
     sent: list[Event] = []

@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
+from ddtree_deploy.snapshot import take
 from tests.faults.harness import rest
 from tests.fixtures.venvs import make_venv, package, tree_hash
-from tests.fixtures.world import World, make_world
+from tests.fixtures.world import World, local, make_world
 
 COMMAND = [sys.executable, "-c", "from ddtree_deploy.cli import main; main()"]
 
@@ -49,9 +50,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     make_venv(made.root / "plain", package("alpha", "1.0"), package("keep", "1.0"))
     make_venv(made.root / "other", package("alpha", "3.0", data=1000), package("beta", "3.0"))
     made.push()
-    from ddtree_deploy.snapshot import take
-    from tests.fixtures.world import local
-
     made.push(take(local(made.root / "other"), made.store, probe=False).ref.id)
     rest(made.target)
     (made.root / "user" / ".ssh").mkdir(parents=True)

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from ddtree_deploy.events import Event, Progress, Step
+from ddtree_deploy.snapshot import take
 from tests.faults.harness import ledger, live_generation, rest
 from tests.fixtures.venvs import make_venv, package, tree_hash
-from tests.fixtures.world import World, make_world
+from tests.fixtures.world import World, local, make_world
 
 
 @pytest.fixture
@@ -57,9 +58,6 @@ def test_the_same_tree_under_another_snapshot_makes_no_new_generation(world: Wor
         record = f"{dist}-2.0.dist-info/RECORD"
         text = (world.source / "lib").joinpath(*world.site.relative_to(world.target / "lib").parts, record).read_text()
         (other / "lib").joinpath(*world.site.relative_to(world.target / "lib").parts, record).write_text(text)
-    from ddtree_deploy.snapshot import take
-    from tests.fixtures.world import local
-
     snapshot = take(local(other), world.store, probe=False).ref.id
     assert snapshot != world.snapshot
     assert world.push(snapshot).already
