@@ -144,7 +144,7 @@ class Bench:
 
     def first(self) -> dict[str, Callable[[Lab], list[str] | str]]:
         return {
-            "scp -r": lambda lab: f"scp -q -r -F {lab.ssh_config} {self.site}/. ct200:/srv/copy/",
+            "scp -r": lambda lab: f"scp -O -q -r -F {lab.ssh_config} {self.site} ct200:/srv/copy/",
             "rsync -a": lambda lab: f"rsync -a -e '{self.ssh(lab)}' {self.site}/ ct200:/srv/copy/",
             "tar | ssh tar": lambda lab: f"tar -C {self.site} -cf - . | {self.ssh(lab)} ct200 'tar -C /srv/copy -xf -'",
             "ddtree-deploy push": self.push,
@@ -182,7 +182,7 @@ class Bench:
                     path.write_bytes((originals[path] or b"") + f"\n# changed at {time.time()}\n".encode())
                 snapshot(self.venv, self.env)
                 scp = " && ".join(
-                    f"scp -q -F {lab.ssh_config} -o ControlMaster=no {p} ct200:/srv/copy/{p.relative_to(self.site)}"
+                    f"scp -O -q -F {lab.ssh_config} -o ControlMaster=no {p} ct200:/srv/copy/{p.relative_to(self.site)}"
                     for p in files
                 )
                 check = " ".join(f"/srv/copy/{path.relative_to(self.site)}" for path in files)
