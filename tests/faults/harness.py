@@ -106,26 +106,33 @@ def thin(items: Sequence[Any], most: int) -> list[Any]:
     return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
 
 
-def in_lanes(make_lane: Callable[[], Any], points: Sequence[Any], one: Callable[[Any, Any], None]) -> None:
+def in_lanes(make_lane: Callable[[], Any], points: Sequence[Any], one: Callable[[Any, Any], Any], *, tries: int = 2) -> list[Any]:
     """Run `one(lane, point)` for every point, in lanes that each have a world of their own; tell all that failed.
 
-    A point that failed gets its lane replaced, so that the others start from a world that is right.
+    Returns what `one` returned for each point. A falsy result is a point that was missed, because the run that was to be
+    killed there took another way or was over: it is tried again, `tries` times in all. A point that failed gets its lane
+    replaced, so that the others start from a world that is right.
     """
     failures: list[str] = []
+    results: list[Any] = []
 
     def work(number: int) -> None:
         lane = make_lane()
         for point in points[number::LANES]:
+            result: Any = None
             try:
-                one(lane, point)
+                for _ in range(tries):
+                    result = result or one(lane, point)
             except Exception as error:
                 failures.append(f"{point}: {type(error).__name__}: {error}"[:1500])
                 lane = make_lane()
+            results.append(result)
 
     with ThreadPoolExecutor(LANES) as pool:
         for done in [pool.submit(work, number) for number in range(LANES)]:
             done.result()
     assert not failures, f"{len(failures)} of {len(points)} points failed:\n" + "\n".join(failures)
+    return results
 
 
 def outcome(act: Callable[[], Any]) -> tuple[Any, DeployError | None]:

@@ -123,7 +123,7 @@ def test_a_disk_that_fills_up_at_any_step_fails_clean(big: World, tmp_path: Path
                 rest(world.target)
     report(f"P4 disk fills up ({what})", tried=len(steps) + 1, **results)
     assert not failures, "\n".join(failures)
-    assert results.get("NoSpace", 0) >= 3
+    assert results.get("NoSpace")
 
 
 def test_few_inodes_are_refused_before_anything_is_sent(big: World, tmp_path: Path) -> None:
