@@ -2,7 +2,8 @@
 
 Run as root on a quiet machine: `python benchmarks/transfer.py --venv SRC [--rounds 3] [--mbit 1000] [--out FILE]`. SRC is a venv of
 real CUDA wheels; `--make SRC` installs one first (3 GB or more). Each first copy gets a fresh file system; rounds are interleaved;
-medians and ratios are printed as Markdown. CPU is the whole machine's, so nothing else may run.
+medians and ratios are printed as Markdown. CPU seconds are those of all processes of a run, in both machines.
+TMPDIR=/dev/shm puts the target's ext4 on a RAM disk, as fast as a server's NVMe.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,9 +47,29 @@ class Cost:
     syntax: float = 0.0
 
 
-def busy_seconds() -> float:
-    fields = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
-    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+class Account:
+    """Count the CPU seconds of this process and of all that it starts, dead or alive (a cgroup of its own, cgroups(7))."""
+
+    def __init__(self) -> None:
+        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+        root = next((Path(words[1]) for words in mounts if words[2] == "cgroup2"), None)
+        if root is None:
+            raise SystemExit("no cgroup2 is mounted: mount -t cgroup2 none /sys/fs/cgroup/unified")
+        self.group = root / f"ddtree-bench-{os.getpid()}"
+        self.home = root / Path("/proc/self/cgroup").read_text().split("\n0::")[-1].splitlines()[0].lstrip("/")
+
+    def __enter__(self) -> Account:
+        self.group.mkdir()
+        (self.group / "cgroup.procs").write_text(str(os.getpid()))
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        (self.home / "cgroup.procs").write_text(str(os.getpid()))
+        with suppress(OSError):  # what a run left in the background is still ending
+            self.group.rmdir()
+
+    def seconds(self) -> float:
+        return int((self.group / "cpu.stat").read_text().split()[1]) / 1e6
 
 
 class Watch:
@@ -86,14 +107,14 @@ class Watch:
         self._thread.join()
 
 
-def timed(lab: Lab, command: list[str] | str, env: dict[str, str] | None = None, *, may_fail: bool = False) -> Cost:
+def timed(account: Account, lab: Lab, command: list[str] | str, env: dict[str, str] | None = None, *, may_fail: bool = False) -> Cost:
     """Run a command in the controller's network and return what it cost."""
     argv = ["sh", "-c", command] if isinstance(command, str) else command
     os.sync()
     with Watch() as watch:
-        before, begun = busy_seconds(), time.monotonic()
+        before, begun = account.seconds(), time.monotonic()
         done = lab.run(argv, env=env)
-        wall, cpu = time.monotonic() - begun, busy_seconds() - before
+        wall, cpu = time.monotonic() - begun, account.seconds() - before
     if done.returncode and not may_fail:
         raise SystemExit(f"{argv} failed with {done.returncode}:\n{done.stderr[-3000:]}{done.stdout[-2000:]}")
     proofs = syntax = 0.0
@@ -119,7 +140,8 @@ def _find(value: object, key: str) -> dict[str, float] | None:
 
 
 class Bench:
-    def __init__(self, source: Path, mbit: int | None, home: Path) -> None:
+    def __init__(self, account: Account, source: Path, mbit: int | None, home: Path) -> None:
+        self.account = account
         self.site = next((source / "lib").glob("python3.*")) / "site-packages"
         self.venv = source
         self.mbit = mbit
@@ -131,8 +153,9 @@ class Bench:
             target = lab["ct200"]
             target.run([sys.executable, "-m", "venv", "--without-pip", "/srv/venv"])
             target.run(["mkdir", "-p", "/srv/copy"])
-            # Both page caches warm: the source is read once, fresh guest memory is touched once.
-            subprocess.run(["sh", "-c", f"cat {self.venv}/lib/python3.*/site-packages/*/*.py > /dev/null"], check=False)
+            # Page caches warm for every way: what rsync reads, and what a push reads.
+            for tree in (self.site, Path(self.env["DDTREE_HOME"]) / "objects"):
+                subprocess.run(["sh", "-c", f"find {tree} -type f -print0 | xargs -0 cat > /dev/null"], check=True)
             lab.shape(self.mbit)
             yield lab
 
@@ -156,7 +179,7 @@ class Bench:
             if only and name not in only:
                 continue
             with self.lab() as lab:
-                out[name] = timed(lab, command(lab), self.env)
+                out[name] = timed(self.account, lab, command(lab), self.env)
                 print(f"   first: {name}: {out[name]}", file=sys.stderr)
         return out
 
@@ -166,15 +189,15 @@ class Bench:
         sources = self.site / "sglang/srt/speculative"
         with self.lab() as lab:
             lab.shape(None)
-            timed(lab, self.first()["rsync -a"](lab), self.env)
-            timed(lab, self.push(lab), self.env)
+            timed(self.account, lab, self.first()["rsync -a"](lab), self.env)
+            timed(self.account, lab, self.push(lab), self.env)
             time.sleep(12)  # the host separates generations in the background, and stamps settle
             lab.shape(self.mbit)
-            out["nothing: rsync -a"] = timed(lab, self.first()["rsync -a"](lab))
+            out["nothing: rsync -a"] = timed(self.account, lab, self.first()["rsync -a"](lab))
             out["nothing: rsync -a --checksum"] = timed(
-                lab, str(self.first()["rsync -a"](lab)).replace("rsync -a", "rsync -a --checksum")
+                self.account, lab, str(self.first()["rsync -a"](lab)).replace("rsync -a", "rsync -a --checksum")
             )
-            out["nothing: ddtree-deploy push"] = timed(lab, self.push(lab), self.env)
+            out["nothing: ddtree-deploy push"] = timed(self.account, lab, self.push(lab), self.env)
             files = [sources / name for name in FIVE[:4]] + [self.site / "sglang/srt" / FIVE[4]]
             originals = {path: path.read_bytes() if path.exists() else None for path in files}
             try:
@@ -182,19 +205,18 @@ class Bench:
                     path.write_bytes((originals[path] or b"") + f"\n# changed at {time.time()}\n".encode())
                 snapshot(self.venv, self.env)
                 scp = " && ".join(
-                    f"scp -O -q -F {lab.ssh_config} -o ControlMaster=no {p} ct200:/srv/copy/{p.relative_to(self.site)}"
-                    for p in files
+                    f"scp -O -q -F {lab.ssh_config} -o ControlMaster=no {p} ct200:/srv/copy/{p.relative_to(self.site)}" for p in files
                 )
                 check = " ".join(f"/srv/copy/{path.relative_to(self.site)}" for path in files)
                 out["five: chained scp and py_compile"] = timed(
-                    lab, f"{scp} && {self.ssh(lab)} ct200 {sys.executable} -m py_compile {check}"
+                    self.account, lab, f"{scp} && {self.ssh(lab)} ct200 {sys.executable} -m py_compile {check}"
                 )
-                out["five: chained scp"] = timed(lab, scp)
+                out["five: chained scp"] = timed(self.account, lab, scp)
                 for path in files:
                     path.write_bytes(path.read_bytes() + b"# again\n")
                 snapshot(self.venv, self.env)
-                out["five: rsync -a"] = timed(lab, self.first()["rsync -a"](lab))
-                out["five: ddtree-deploy push"] = timed(lab, self.push(lab), self.env)
+                out["five: rsync -a"] = timed(self.account, lab, self.first()["rsync -a"](lab))
+                out["five: ddtree-deploy push"] = timed(self.account, lab, self.push(lab), self.env)
             finally:
                 for path, data in originals.items():
                     if data is None:
@@ -218,9 +240,7 @@ def snapshot(venv: Path, env: dict[str, str]) -> None:
 def table(rounds: list[dict[str, Cost]], base: str) -> list[str]:
     """Return Markdown rows: median wall, ratio to `base` in the same round (median), CPU, memory."""
     lines = [
-        "| way | wall s | without import probes | without any proof | to "
-        + base
-        + " | CPU s | controller MiB | agent MiB |",
+        "| way | wall s | without import probes | without any proof | to " + base + " | CPU s | controller MiB | agent MiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in rounds[0]:
@@ -235,6 +255,28 @@ def table(rounds: list[dict[str, Cost]], base: str) -> list[str]:
     return lines
 
 
+def report(bench: Bench, arguments: argparse.Namespace) -> str:
+    """Take the snapshot, run the cases, and return their tables."""
+    snapshot(arguments.venv, bench.env)
+    if arguments.compress:
+        subprocess.run([*DDTREE, "cache", "compress"], env={**os.environ, **bench.env}, check=True)
+    lines: list[str] = []
+    if "first" in arguments.cases:
+        rounds = [bench.run_first(set(filter(None, arguments.only.split(",")))) for _ in range(arguments.rounds)]
+        lines += [
+            "",
+            f"First copy, {arguments.mbit or 'unshaped'}",
+            "",
+            *table(rounds, "rsync -a" if "rsync -a" in rounds[0] else next(iter(rounds[0]))),
+        ]
+    if "again" in arguments.cases:
+        rounds = [bench.run_again() for _ in range(arguments.rounds)]
+        for case, base in (("nothing", "nothing: rsync -a"), ("five", "five: chained scp")):
+            part = [{k: v for k, v in r.items() if k.startswith(case)} for r in rounds]
+            lines += ["", f"{case}, {arguments.mbit or 'unshaped'}", "", *table(part, base)]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--venv", type=Path, required=True)
@@ -244,6 +286,7 @@ def main() -> None:
     parser.add_argument("--compress", action="store_true", help="store objects compressed too")
     parser.add_argument("--cases", default="first,again")
     parser.add_argument("--only", default="", help="comma-separated ways of the first copy")
+    parser.add_argument("--home", type=Path, help="keep the store here, and use the one that is here")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if lab_missing():
@@ -252,32 +295,16 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "venv", str(arguments.venv)], check=True)
         subprocess.run([str(arguments.venv / "bin/pip"), "install", "-q", *WHEELS[:1]], check=True)
         subprocess.run([str(arguments.venv / "bin/pip"), "install", "-q", "--no-deps", *WHEELS[1:]], check=True)
-    home = Path(tempfile.mkdtemp(prefix="ddtree-bench-", dir="/var/tmp"))
+    home = arguments.home or Path(tempfile.mkdtemp(prefix="ddtree-bench-", dir="/var/tmp"))
     try:
-        bench = Bench(arguments.venv, arguments.mbit, home)
-        snapshot(arguments.venv, bench.env)
-        if arguments.compress:
-            subprocess.run([*DDTREE, "cache", "compress"], env={**os.environ, **bench.env}, check=True)
-        lines: list[str] = []
-        if "first" in arguments.cases:
-            rounds = [bench.run_first(set(filter(None, arguments.only.split(",")))) for _ in range(arguments.rounds)]
-            lines += [
-                "",
-                f"First copy, {arguments.mbit or 'unshaped'}",
-                "",
-                *table(rounds, "rsync -a" if "rsync -a" in rounds[0] else next(iter(rounds[0]))),
-            ]
-        if "again" in arguments.cases:
-            rounds = [bench.run_again() for _ in range(arguments.rounds)]
-            for case, base in (("nothing", "nothing: rsync -a"), ("five", "five: chained scp")):
-                part = [{k: v for k, v in r.items() if k.startswith(case)} for r in rounds]
-                lines += ["", f"{case}, {arguments.mbit or 'unshaped'}", "", *table(part, base)]
-        text = "\n".join(lines) + "\n"
+        with Account() as account:
+            text = report(Bench(account, arguments.venv, arguments.mbit, home), arguments)
         print(text)
         if arguments.out:
             arguments.out.write_text(text)
     finally:
-        shutil.rmtree(home, ignore_errors=True)
+        if not arguments.home:
+            shutil.rmtree(home, ignore_errors=True)
 
 
 if __name__ == "__main__":
