@@ -10,7 +10,7 @@ from typing import Any
 from ddtree_deploy.hosts.base import TRANSPORTS
 
 _HOST_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_VIA = re.compile(r"(pct:\d+|docker:[A-Za-z0-9][A-Za-z0-9_.-]*)")
+_VIA = re.compile(r"(pct:\d+|(docker|podman):[A-Za-z0-9][A-Za-z0-9_.-]*)")
 _PIN = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 
 
@@ -87,7 +87,7 @@ def _host_fault(dotted: str, name: str, key: str, value: Any) -> str:
     if key == "transport" and value not in TRANSPORTS:
         return f"`{dotted}` must be one of {', '.join(TRANSPORTS)}: {value}"
     if key == "via" and not _VIA.fullmatch(value):
-        return f"`{dotted}` must be `pct:NUMBER` or `docker:NAME`: {value}"
+        return f"`{dotted}` must be `pct:NUMBER`, `docker:NAME` or `podman:NAME`: {value}"
     if key == "host_key" and not _PIN.fullmatch(value):
         return f"`{dotted}` must be a fingerprint as `ssh-keygen -l` prints it (SHA256:...): {value}"
     if key == "address" and (value.startswith("-") or not value or set(value) & set(" \t\n")):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 from ddtree_deploy.errors import UsageProblem
 from ddtree_deploy.hosts.base import TRANSPORTS, Connector, Host
@@ -15,7 +16,7 @@ def connector(host: Host) -> Connector:
     Raises UsageProblem for a transport or hop that this version does not know.
     """
     if host.via:
-        raise UsageProblem(f"`{host.name}` is behind `{host.via}`: this version has no such hop")
+        return _behind(host)
     if host.transport == "local":
         from ddtree_deploy.hosts.local import LocalConnector
 
@@ -33,3 +34,19 @@ def connector(host: Host) -> Connector:
     from ddtree_deploy.hosts.openssh import OpenSshConnector
 
     return OpenSshConnector(host)
+
+
+def _behind(host: Host) -> Connector:
+    """Return the connector of a host's last hop; the way to that hop is the host without it."""
+    node = connector(replace(host, via=""))
+    match host.via.partition(":")[0]:
+        case "pct":
+            from ddtree_deploy.hosts.pct import PctConnector
+
+            return PctConnector(host, node)
+        case "docker" | "podman":
+            from ddtree_deploy.hosts.docker import DockerConnector
+
+            return DockerConnector(host, node)
+    mend = "use `pct:NUMBER`, `docker:NAME` or `podman:NAME`"
+    raise UsageProblem(f"`{host.name}` is behind `{host.via}`: there is no such hop", mend=mend)

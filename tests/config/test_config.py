@@ -94,7 +94,7 @@ def test_a_host_is_merged_key_by_key(tmp_path: Path) -> None:
         ("[profile]\nroots = 'torch'", "`profile.roots` must be a list of strings: 'torch'"),
         ("[profile]\nroots = ['']", "`profile.roots` must be a list of strings: ('',)"),
         ("[hosts.a]\ntransport = 'telnet'", "`hosts.a.transport` must be one of openssh, fabric, local: telnet"),
-        ("[hosts.a]\nvia = 'lxc:3'", "`hosts.a.via` must be `pct:NUMBER` or `docker:NAME`: lxc:3"),
+        ("[hosts.a]\nvia = 'lxc:3'", "`hosts.a.via` must be `pct:NUMBER`, `docker:NAME` or `podman:NAME`: lxc:3"),
         ("[hosts.a]\nvenv = 'venv'", "`hosts.a.venv` must be absolute or start with `~/`: venv"),
         ("[hosts.a]\naddress = '-oProxyCommand=x'", "`hosts.a.address` is no address: '-oProxyCommand=x'"),
         ("[hosts.a]\nhost_key = 'SHA256:abc'", "`hosts.a.host_key` must be a fingerprint"),
