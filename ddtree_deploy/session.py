@@ -48,14 +48,18 @@ main(fd)
 
 
 @functools.cache
-def agent_zip() -> bytes:
-    """Return the agent as a zip that Python imports from memory; the same sources always give the same bytes."""
+def agent_zip(parts: tuple[str, ...] = ()) -> bytes:
+    """Return the agent as a zip that Python imports from memory; the same sources always give the same bytes.
+
+    `parts` are packages below `agent/` (`serving`) that only some commands need: their handlers join the agent's.
+    """
     package = Path(__file__).parent
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
         archive.writestr(zipfile.ZipInfo("ddtree_deploy/__init__.py"), b"")
-        for path in sorted((package / "agent").glob("*.py")):
-            info = zipfile.ZipInfo(f"ddtree_deploy/agent/{path.name}")
+        agent = package / "agent"
+        for path in sorted([*agent.glob("*.py"), *(file for part in parts for file in (agent / part).glob("*.py"))]):
+            info = zipfile.ZipInfo(f"ddtree_deploy/agent/{path.relative_to(agent).as_posix()}")
             archive.writestr(info, path.read_bytes(), zipfile.ZIP_DEFLATED)
     return out.getvalue()
 
@@ -76,8 +80,9 @@ class Sink(Protocol):
 class Session:
     """Hold one agent. Use as a context manager; `writable` decides whether the agent accepts requests that change the host."""
 
-    def __init__(self, host: Host, *, writable: bool, emit: Emit = ignore) -> None:
+    def __init__(self, host: Host, *, writable: bool, emit: Emit = ignore, parts: tuple[str, ...] = ()) -> None:
         self.host = host
+        self.parts = parts
         self.emit = emit
         self.writable = writable
         self.sink: Sink | None = None
@@ -93,7 +98,7 @@ class Session:
         threading.Thread(target=self._ping_loop, daemon=True, name=f"ping {host.name}").start()
 
     def _start(self) -> Channel:
-        archive = agent_zip()
+        archive = agent_zip(self.parts)
         own = [self.host.python] if self.host.python else []
         venv = [f"{self.host.venv}/bin/python"] if self.host.venv else []
         code = _BOOT.format(size=len(archive))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 import queue
 import signal
 import sys
@@ -10,6 +12,7 @@ import threading
 import time
 import traceback
 
+from ddtree_deploy import agent
 from ddtree_deploy.agent import frames, reads, writes
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.paths import HostilePath
@@ -88,6 +91,17 @@ class Session:
 
 
 HANDLERS: dict[str, reads.Handler] = {**reads.HANDLERS, **writes.HANDLERS}
+WRITING = set(writes.HANDLERS)
+
+
+def take_parts() -> None:
+    """Add the handlers of the packages that the controller sent beside the agent's own modules (`session.agent_zip`)."""
+    for found in pkgutil.iter_modules(agent.__path__):
+        if found.ispkg:
+            part = importlib.import_module("ddtree_deploy.agent." + found.name)
+            HANDLERS.update(part.READS)
+            HANDLERS.update(part.WRITES)
+            WRITING.update(part.WRITES)
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
@@ -120,7 +134,7 @@ def _work(session: Session, requests: Requests) -> None:
             handler = HANDLERS.get(name)
             if handler is None:
                 raise Failure("internal", "the agent does not know the request %r" % (name,))
-            if session.read_only and name in writes.HANDLERS:
+            if session.read_only and name in WRITING:
                 raise Failure("usage", "the agent was started read-only and refuses `%s`" % name)
             value = frames.unpack(header, payload) if "sha256" in header else None
             result = handler(session, header, value)
@@ -192,5 +206,6 @@ def main(zip_fd: int = -1) -> NoReturn:
     os.dup2(2, 1)
     os.close(null)
     os.umask(0o022)
+    take_parts()
     frames.write_all(fd_out, frames.encode({"hello": reads.hello()}))
     sys.exit(serve(fd_in, fd_out, read_only, zip_fd))
