@@ -1,0 +1,293 @@
+"""Keep one server alive: run as `python -I -S supervisor.py DIRECTORY`, in a session or a systemd unit of its own.
+
+It imports nothing of ours, for it outlives the connection that started it: `start.py` lays a copy of this file into the
+server's directory. It reads `launch.json` there, holds `lock` as long as it lives, and writes `state.json`. The server's
+output goes straight into `server.log` (O_APPEND), so that the server does not depend on its supervisor; rotation copies and
+truncates, and `times.jsonl` says where in the log which second begins.
+"""
+
+import ctypes
+import fcntl
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+MARK = "DDTREE_LAUNCH"
+TICK = 0.5
+GONE_SECONDS = 15.0
+
+
+def read(path):
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return {}
+
+
+def marked(launch):
+    """Return the pids of all processes that carry this launch's mark in their environment (proc(5)), but not this one."""
+    needle = ("\0%s=%s\0" % (MARK, launch)).encode()
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                with open("/proc/%s/environ" % name, "rb") as file:
+                    if needle in b"\0" + file.read() + b"\0":
+                        found.append(int(name))
+            except OSError:
+                continue
+    return sorted(found)
+
+
+class Supervisor:
+    def __init__(self, directory):
+        self.directory = directory
+        self.launch = read(os.path.join(directory, "launch.json"))
+        self.log_path = os.path.join(directory, "server.log")
+        self.state = {"phase": "starting", "launch": self.launch["id"], "supervisor": os.getpid(), "restarts": 0, "deaths": []}
+        self.child = None
+        self.healthy = False
+        self.asked = 0.0  # when to stop waiting for a drain, once a stop was asked for
+        self.stopping = False
+        self.began = 0.0
+        self.seen_size = -1
+
+    # what others read
+
+    def tell(self, phase=None, **fields):
+        if phase and phase != self.state["phase"]:
+            fields.setdefault("since", time.time())
+        self.state.update(fields, **({"phase": phase} if phase else {}))
+        temporary = os.path.join(self.directory, ".state.json")
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump(self.state, file)
+            os.rename(temporary, os.path.join(self.directory, "state.json"))
+        except OSError:
+            pass  # a full disk must not end a server that runs
+
+    def say(self, text):
+        line = "ddtree-deploy %s: %s\n" % (time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), text)
+        try:
+            fd = os.open(self.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+            os.write(fd, line.encode())
+            os.close(fd)
+        except OSError:
+            pass
+
+    # the log
+
+    def keep_log(self):
+        """Note when the log grew; copy and truncate it when it is large."""
+        try:
+            size = os.stat(self.log_path).st_size
+        except OSError:
+            return
+        times = os.path.join(self.directory, "times.jsonl")
+        if size != self.seen_size:
+            try:
+                with open(times, "a", encoding="utf-8") as file:
+                    file.write("[%.3f,%d]\n" % (time.time(), max(0, self.seen_size)))
+            except OSError:
+                pass
+            self.seen_size = size
+        if size >= self.launch["log_bytes"]:
+            for path in (self.log_path, times):
+                for number in range(self.launch["log_files"] - 1, 0, -1):
+                    older = "%s.%d" % (path, number)
+                    if os.path.exists(older):
+                        os.replace(older, "%s.%d" % (path, number + 1))
+                self.copy_and_truncate(path)
+            self.seen_size = 0
+
+    def copy_and_truncate(self, path):
+        try:
+            with open(path, "rb") as source, open(path + ".1", "wb") as target:
+                while True:
+                    data = source.read(1 << 20)
+                    if not data:
+                        break
+                    target.write(data)
+            os.truncate(path, 0)
+        except OSError as error:
+            self.say("the log could not be rotated: %s" % error)
+
+    # the server
+
+    def start(self):
+        launch = self.launch
+        log = os.open(self.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        who = {}
+        if launch.get("uid") is not None:
+            who = {"user": launch["uid"], "group": launch["gid"], "extra_groups": launch["groups"]}
+        try:
+            self.child = subprocess.Popen(
+                launch["argv"], env=launch["env"], cwd=launch["cwd"], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True, **who
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            self.say("cannot start the server: %s" % error)
+            self.tell("failed", pid=None, last={"error": str(error), "at": time.time()})
+            return False
+        finally:
+            os.close(log)
+        self.began = time.monotonic()
+        self.healthy = False
+        self.say("started pid %d" % self.child.pid)
+        self.tell("starting", pid=self.child.pid)
+        return True
+
+    def look_at_health(self):
+        """Ask /health from a thread of its own, for as long as this supervisor lives."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        while True:
+            child, ok = self.child, False
+            if child is not None and child.returncode is None and not self.stopping:
+                try:
+                    with opener.open(self.launch["url"] + "/health", timeout=20) as answer:
+                        ok = answer.status == 200
+                except (OSError, ValueError, urllib.error.URLError):
+                    pass
+                if child is self.child and child.returncode is None and not self.stopping:
+                    if ok and self.state["phase"] != "serving":
+                        self.healthy = True
+                        self.tell("serving")
+                    elif not ok and self.state["phase"] == "serving":
+                        self.say("the server does not answer /health")
+                        self.tell("unresponsive")
+            time.sleep(5.0 if ok else 1.0)
+
+    def reap(self):
+        """Collect children that ended, also those that the server left behind to us; return whether the server ended."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return self.child is not None and self.child.returncode is not None
+            if pid == 0:
+                return False
+            if self.child is not None and pid == self.child.pid:
+                self.child.returncode = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+                return True
+
+    def kill_rest(self):
+        """End whatever the server left: its process group, and everything that carries the launch's mark."""
+        if self.child is not None:
+            try:
+                os.killpg(self.child.pid, signal.SIGKILL)
+            except OSError:
+                pass
+        end = time.monotonic() + GONE_SECONDS
+        left = marked(self.launch["id"])
+        killed = list(left)
+        while left and time.monotonic() < end:
+            for pid in left:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except OSError:
+                    pass
+            time.sleep(0.05)
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                pass
+            left = marked(self.launch["id"])
+        if left:
+            self.say("these processes do not end: %s" % left)
+        return killed, left
+
+    def died(self):
+        """Note how the server ended, clean up after it, and tell whether to start it again."""
+        code = self.child.returncode
+        how = "exit status %d" % code if code >= 0 else "signal %d" % -code
+        if code < 0:
+            try:
+                how = signal.Signals(-code).name
+            except ValueError:
+                pass
+        lasted = time.monotonic() - self.began
+        killed, left = self.kill_rest()
+        entry = {"code": code, "how": how, "at": time.time(), "lasted": lasted, "healthy": self.healthy, "killed": killed, "left": left}
+        deaths = [*self.state["deaths"], entry][-20:]
+        if self.stopping:
+            self.say("stopped: %s" % how)
+            self.tell("stopped", pid=None, last=entry, deaths=deaths)
+            return False
+        self.say("the server ended: %s after %.0f s" % (how, lasted))
+        recent = [one for one in deaths if time.time() - one["at"] < self.launch["window"]]
+        again = self.launch["restart"] == "on-failure" and code != 0 and self.healthy and len(recent) <= self.launch["most"]
+        if not again:
+            self.tell("failed", pid=None, last=entry, deaths=deaths)
+            return False
+        wait = min(60, 2 ** (len(recent) - 1))
+        self.say("restart %d of %d in %d s" % (len(recent), self.launch["most"], wait))
+        self.tell("restarting", pid=None, last=entry, deaths=deaths, restarts=self.state["restarts"] + 1)
+        end = time.monotonic() + wait
+        while time.monotonic() < end and not self.stopping:
+            self.sleep()
+        if self.stopping:
+            self.tell("stopped")
+        return not self.stopping
+
+    def sleep(self):
+        try:
+            if select.select([self.wakeup], [], [], TICK)[0]:
+                os.read(self.wakeup, 4096)
+        except OSError:
+            pass
+
+    def stop(self, _number, _frame):
+        if not self.stopping:
+            drain = read(os.path.join(self.directory, "stop.json")).get("drain", self.launch["drain"])
+            self.stopping = True
+            self.asked = time.monotonic() + float(drain)
+            self.say("asked to stop; draining for at most %g s" % float(drain))
+            if self.child is not None and self.child.returncode is None:
+                self.tell("stopping")
+                self.child.send_signal(signal.SIGTERM if float(drain) > 0 else signal.SIGKILL)
+
+    def run(self):
+        lock = os.open(os.path.join(self.directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return 0  # another supervisor has this server
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self.wakeup, other = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(other, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self.stop)
+        signal.signal(signal.SIGINT, self.stop)
+        # Under systemd this may be a second try: what the first left must not hold the port or the GPUs.
+        self.kill_rest()
+        threading.Thread(target=self.look_at_health, daemon=True).start()
+        again = self.start()
+        while again:
+            self.sleep()
+            self.keep_log()
+            if self.reap():
+                again = self.died() and self.start()
+            elif self.stopping and time.monotonic() > self.asked:
+                self.say("not drained in time: killed")
+                self.asked = float("inf")
+                try:
+                    os.killpg(self.child.pid, signal.SIGKILL)
+                except OSError:
+                    pass
+        self.keep_log()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(Supervisor(sys.argv[1]).run())
