@@ -56,7 +56,7 @@ class PctConnector:
             watchdog.cancel()
         if not why:
             return channel
-        channel.close()
+        threading.Thread(target=channel.close, daemon=True).start()  # behind a terminal it does not see its end at once
         from ddtree_deploy.hosts.pct_push import PushChannel
 
         return PushChannel(self.host, self._node, self._exec, argv, why)
@@ -69,8 +69,7 @@ def probe(channel: Channel) -> str:
         return f"a greeting arrived as {hello!r}" if hello else ""
     write_all(channel, PROBE)
     answer = _line(channel).split(b" ")[0].decode("ascii", "replace")
-    whole = answer == hashlib.sha256(PROBE).hexdigest()
-    return "" if whole else f"a probe of {len(PROBE)} bytes arrived changed"
+    return "" if answer == hashlib.sha256(PROBE).hexdigest() else f"a probe of {len(PROBE)} bytes arrived changed"
 
 
 def _line(channel: Channel) -> bytes:

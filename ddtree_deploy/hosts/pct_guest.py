@@ -57,6 +57,7 @@ def main(argv: list[str]) -> int:
         tty.setraw(0)  # no echo, no line discipline in the way of long lines
     lock = threading.Lock()
     promised: set[str] = set()
+    damage: list[str] = []
 
     def say(tag: bytes, data: bytes) -> None:
         with lock:
@@ -71,34 +72,35 @@ def main(argv: list[str]) -> int:
         except OSError:
             pass
 
+    def fed(stdin: BinaryIO) -> None:
+        try:
+            with stdin:
+                feed(sys.stdin.buffer, stdin, promised)
+        except BrokenPipeError:
+            pass  # the process takes no more input: its status says why
+        except (OSError, ValueError) as problem:
+            damage.append(str(problem))
+            say(b"R", str(problem).encode())
+
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: sys.exit(129))
-    child = None
     try:
         pipe = subprocess.PIPE
-        child = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe)
-        assert child.stdin and child.stdout and child.stderr
-        drains = [
-            threading.Thread(target=drain, args=(tag, file.fileno()), daemon=True)
-            for tag, file in ((b"O", child.stdout), (b"R", child.stderr))
-        ]
-        for thread in drains:
-            thread.start()
-        say(b"ready", b"")
-        with child.stdin:
-            feed(sys.stdin.buffer, child.stdin, promised)
-        status = child.wait()
-        drains[0].join()
-        drains[1].join(1.0)  # a daemon that the process left behind may hold it open
-        return status if status >= 0 else 128 - status
-    except FileNotFoundError as problem:
-        if child is None:
+        try:
+            child = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe)
+        except OSError as problem:
             say(b"R", str(problem).encode())
             return 127
-        raise
-    except (ValueError, BrokenPipeError) as problem:
-        say(b"R", str(problem).encode())
-        return 74
+        assert child.stdin and child.stdout and child.stderr
+        say(b"ready", b"")
+        work = ((drain, (b"O", child.stdout.fileno())), (drain, (b"R", child.stderr.fileno())), (fed, (child.stdin,)))
+        out, errors, _ = threads = [threading.Thread(target=target, args=words, daemon=True) for target, words in work]
+        for thread in threads:
+            thread.start()
+        status = child.wait()
+        out.join()
+        errors.join(1.0)  # a daemon that the process left behind may hold it open
+        return 74 if damage else status if status >= 0 else 128 - status
     finally:
         for path in promised:
             try:
@@ -108,4 +110,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    os._exit(main(sys.argv[1:]))  # a thread may be reading the input still

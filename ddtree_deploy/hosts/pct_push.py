@@ -18,6 +18,7 @@ import select
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from ddtree_deploy.errors import DeployError, HostUnreachable
 from ddtree_deploy.hosts.base import Connector, Host
@@ -29,6 +30,7 @@ INLINE = 256 << 10
 #: A staged file; small enough that the agent's lease (60 s without a byte) outlives its way over a line of 10 Mbit/s.
 SEGMENT = 16 << 20
 LULL = 0.05
+START_SECONDS = 30.0
 PIECE = 30 << 10  # of input in one line
 
 _FIND = (
@@ -58,7 +60,8 @@ class PushChannel:
         self._fault = ""
         self._in, writable = os.pipe()
         readable, self._out = os.pipe()
-        self.stdin, self.stdout = os.fdopen(writable, "wb", 0), os.fdopen(readable, "rb", 0)
+        self.stdin = cast(BinaryIO, os.fdopen(writable, "wb", 0))
+        self.stdout = cast(BinaryIO, os.fdopen(readable, "rb", 0))
         self.stdin_fd: int | None = writable
         self.stdout_fd: int | None = readable
         self._ready = threading.Event()
@@ -139,9 +142,10 @@ class PushChannel:
 
     def stderr_tail(self) -> str:
         own = bytes(self._errors).decode("utf-8", "replace").strip()
-        return "\n".join(text for text in (own, self._inner.stderr_tail(), self._fault) if text)
+        return "\n".join(text for text in (own, self._inner.stderr_tail(), self._fault) if text)[-TAIL_BYTES:]
 
     def failure(self) -> DeployError:
+        self._ready.wait(START_SECONDS)
         status = self.wait(GRACE_SECONDS)
         self._threads[1].join(GRACE_SECONDS)
         return early_death(self._host.name, self._argv, status, self.stderr_tail())

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import BinaryIO, cast
 
+from ddtree_deploy.agent.frames import widen
 from ddtree_deploy.errors import DeployError, HostUnreachable, Incompatible
 
 TAIL_BYTES = 16 * 1024
@@ -68,6 +69,8 @@ class PipeChannel:
         )
         self.stdin = cast(BinaryIO, self._process.stdin)
         self.stdout = cast(BinaryIO, self._process.stdout)
+        for end in (self.stdin, self.stdout):
+            widen(end.fileno())
         self.stdin_fd: int | None = self.stdin.fileno()
         self.stdout_fd: int | None = self.stdout.fileno()
         self._stderr = cast(BinaryIO, self._process.stderr)

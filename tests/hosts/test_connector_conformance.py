@@ -18,15 +18,27 @@ from ddtree_deploy.demo_sshd import LoopbackSshd
 from ddtree_deploy.errors import DeployError, HostUnreachable, Incompatible, UsageProblem
 from ddtree_deploy.hosts.base import Channel, Connector, Host
 from ddtree_deploy.hosts.connect import connector
+from tests.hops.node import stand_ins
 from tests.hosts.conftest import needs_sshd
 
 ssh = (pytest.mark.ssh, needs_sshd)
-PARAMS = ["local", pytest.param("openssh", marks=ssh), pytest.param("fabric", marks=ssh)]
+# Without root or a container engine: `pct` and `docker` are stand-ins, the real ones are in tests/hops.
+HOPS = {"pct": "pct:200", "pct-terminal": "pct:200", "docker": "docker:box"}
+PARAMS = [
+    "local",
+    "pct",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("pct-terminal", "docker")),
+    *(pytest.param(name, marks=ssh) for name in ("openssh", "fabric")),
+]
 MIB = 1 << 20
 
 
 @pytest.fixture(params=PARAMS)
-def link(request: pytest.FixtureRequest) -> Connector:
+def link(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Connector:
+    if request.param in HOPS:
+        folder = stand_ins(tmp_path_factory.mktemp("node") / "bin", terminal=request.param == "pct-terminal")
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        return connector(Host("ct200", transport="local", via=HOPS[request.param], python=sys.executable))
     if request.param == "local":
         return connector(Host("local", transport="local"))
     sshd: LoopbackSshd = request.getfixturevalue("sshd")
@@ -152,7 +164,7 @@ def test_close_does_not_hang_on_a_process_that_ignores_its_input(link: Connector
     pid = int(channel.stdout.readline())
     try:
         channel.close()
-        if link.host.transport == "local":
+        if link.host.name == "local":
             _until(lambda: not Path(f"/proc/{pid}").exists())
     finally:
         with contextlib.suppress(ProcessLookupError):
