@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ddtree_deploy.abi import Allowance
     from ddtree_deploy.hosts.base import Host
     from ddtree_deploy.models import Plan, Pushed
+    from ddtree_deploy.overlay import Overlay
     from ddtree_deploy.store import Store
     from ddtree_deploy.transfer import PushOptions
 
@@ -32,7 +33,9 @@ def register(app: typer.Typer) -> None:
     ))(diff)  # fmt: skip
     command(app, "push", panel=PANEL, acts=True, examples=(
         "push ct200 --verify",
+        "push ct200 ct201 ct202 --jobs 8 --keep-going",
         "push ct200 --snapshot known-good --only sglang --only sglang-kernel -n",
+        "push ct200 --overlay -y",
         "push local --venv /tmp/copy --create --base /root/venv -y",
     ))(push)  # fmt: skip
 
@@ -80,6 +83,10 @@ def push(
             rich_help_panel=SWITCH,
         ),
     ] = True,
+    overlay: Annotated[
+        bool,
+        typer.Option("--overlay", help="Lay DDTREE over the stock sglang that would be there.", rich_help_panel=flags.WHAT),
+    ] = False,
     files: flags.Files = False,
     create: Annotated[bool, typer.Option("--create", help="Make the venv if it is missing.", rich_help_panel=flags.HOST)] = False,
     base: Annotated[
@@ -132,19 +139,22 @@ def push(
     """Bring a snapshot to hosts, prove it there, and switch.
 
     The new tree is staged beside the live one and proved by the host's own interpreter; only then one rename makes it
-    live. It is probed again, and goes back by itself unless a fresh connection confirms it. With several hosts the
-    first one proves the snapshot before the others begin.
+    live. It is probed again, and goes back by itself unless a fresh connection confirms it. With several hosts all are
+    planned first, then one proves the snapshot, then the others follow; a table tells how it ended for each.
     """
     from ddtree_deploy.config import load
-    from ddtree_deploy.render import plan_views
+    from ddtree_deploy.render import plan_views, views
     from ddtree_deploy.store import Store
     from ddtree_deploy.transfer import PushOptions, plan_push
+    from ddtree_deploy.transfer import push as push_one
 
     config, store = load(), Store.open()
     identity = store.resolve(snapshot)
+    overlays = _overlays(store, keep=not dry_run) if overlay else None
     options = PushOptions(
         only=tuple(only or ()),
         with_=tuple(with_ or ()),
+        overlays=overlays,
         verify=verify,
         create=create,
         base=base,
@@ -162,11 +172,26 @@ def push(
     hosts = [flags.host(name, venv, transport, accept) for name in dict.fromkeys(names or [""])]
     if dry_run:
         store.remembers = False
-        for where in hosts:
-            plan_views.show(ui, plan_push(where, store, identity, options, ui.emit), files, line=True)
+        if len(hosts) > 1:
+            return _plan_fleet(ui, hosts, store, identity, options, files)
+        plan_views.show(ui, plan_push(hosts[0], store, identity, options, ui.emit), files, line=True)
         ui.result(dry_run=True)
         return 0
-    return _push_all(ui, hosts, store, identity, options, jobs, keep_going, yes, files)
+    if len(hosts) > 1:
+        return _push_fleet(ui, hosts, store, identity, options, jobs, keep_going, yes, files)
+    pushed = push_one(hosts[0], store, identity, options, approve=_approval(ui, yes, files, threading.Lock()), emit=ui.emit)
+    views.pushed(ui, pushed)
+    ui.result(pushed=[pushed])
+    return 0
+
+
+def _overlays(store: Store, keep: bool) -> tuple[Overlay, ...]:
+    from ddtree_deploy import overlay
+
+    ready = overlay.prepare(overlay.stock_in(store))
+    if keep:
+        overlay.keep(store, ready)
+    return ready
 
 
 def _allowances(texts: list[str], reason: str) -> tuple[Allowance, ...]:
@@ -181,14 +206,20 @@ def _allowances(texts: list[str], reason: str) -> tuple[Allowance, ...]:
         raise UsageProblem(str(error), mend="see the checks in docs/abi.md, and what `ddtree-deploy diff` names") from error
 
 
-def _approval(ui: Ui, yes: bool, files: bool, lock: threading.Lock) -> Callable[[Plan], bool]:
+def _approval(ui: Ui, yes: bool, files: bool, lock: threading.Lock, several: bool = False) -> Callable[[Plan], bool]:
     """Make the question of a push: the plan is always shown; a person is asked only when processes run from there."""
-    from ddtree_deploy.render import plan_views
+    from ddtree_deploy.render import fleet_views, plan_views
     from ddtree_deploy.render.words import plural
+
+    told: list[str] = []
 
     def approve(plan: Plan) -> bool:
         with lock:
-            plan_views.announce(ui, plan, files)
+            if several:
+                fleet_views.announce(ui, plan, files, first=not told)
+            else:
+                plan_views.announce(ui, plan, files)
+            told.append(plan.target)
             if plan.empty or not plan.uses:
                 return True
             running = plural(len({use.pid for use in plan.uses}), "process").replace("processs", "processes")
@@ -197,7 +228,7 @@ def _approval(ui: Ui, yes: bool, files: bool, lock: threading.Lock) -> Callable[
     return approve
 
 
-def _push_all(
+def _push_fleet(
     ui: Ui,
     hosts: list[Host],
     store: Store,
@@ -208,60 +239,65 @@ def _push_all(
     yes: bool,
     files: bool,
 ) -> int:
-    """Push to the first host alone, then to the others `jobs` at a time; raise what the first failure was."""
-    from ddtree_deploy.errors import DeployError
-    from ddtree_deploy.render import views
+    """Push to several hosts, print the table, and raise what the run ends with."""
+    from ddtree_deploy.events import Event
+    from ddtree_deploy.fleet import Fleet, ReadOnce, failure
+    from ddtree_deploy.render import fleet_views
     from ddtree_deploy.transfer import push as push_one
 
-    approve = _approval(ui, yes, files, threading.Lock())
-    failures: list[tuple[str, DeployError]] = []
-    pushed: list[Pushed] = []
+    once = ReadOnce(store)
+    fleet = Fleet(hosts, jobs, keep_going, lambda end: fleet_views.ended(ui, end))
+    approve = _approval(ui, yes, files, threading.Lock(), several=True)
 
-    def one(where: Host) -> None:
-        try:
-            done = push_one(where, store, identity, options, approve=approve, emit=ui.emit)
-        except Exception as caught:
-            if len(hosts) == 1:
-                raise
-            bug = DeployError(f"internal error at `{where.name}`: {type(caught).__name__}: {caught}")
-            problem = caught if isinstance(caught, DeployError) else bug
-            failures.append((where.name, problem))
-            ui.error(problem)
-        else:
-            pushed.append(done)
-            views.pushed(ui, done)
+    def emit(event: Event) -> None:
+        fleet.heard(event)
+        ui.emit(event)
 
-    one(hosts[0])
-    if len(hosts) > 1 and (keep_going or not failures):
-        _in_parallel(jobs, hosts[1:], one, lambda: bool(failures) and not keep_going)
-    untouched = len(hosts) - len(pushed) - len(failures)
-    if failures:
-        names = ", ".join(f"`{name}`" for name, _problem in failures)
-        rest = f", {untouched} not touched" if untouched else ""
-        worst = failures[0][1]
-        raise type(worst)(f"{len(failures)} of {len(hosts)} hosts failed: {names}{rest}", mend=worst.mend)
-    ui.result(pushed=pushed)
+    def work(where: Host, cleared: Callable[[Plan], None]) -> Pushed:
+        def approved(plan: Plan) -> bool:
+            if not approve(plan):
+                return False
+            cleared(plan)
+            return True
+
+        return push_one(where, once, identity, options, approve=approved, emit=emit)
+
+    try:
+        ends = fleet.run(work)
+    except KeyboardInterrupt:
+        ui.json_line({"type": "hosts", "hosts": fleet_views.table(ui, fleet.ends())})
+        raise
+    rows = fleet_views.table(ui, ends)
+    problem = failure(ends, detail=ui.quiet)
+    if problem is not None:
+        ui.json_line({"type": "hosts", "hosts": rows})
+        raise problem
+    ui.result(hosts=rows, pushed=[end.pushed for end in ends])
     return 0
 
 
-def _in_parallel(jobs: int, hosts: list[Host], work: Callable[[Host], None], stop: Callable[[], bool]) -> None:
-    """Do `work` for each host, `jobs` at a time, until `stop()`.
+def _plan_fleet(ui: Ui, hosts: list[Host], store: Store, identity: str, options: PushOptions, files: bool) -> int:
+    """Show what a push to several hosts would do; a host that can not be planned does not hide the others."""
+    from ddtree_deploy.errors import DeployError
+    from ddtree_deploy.fleet import End, ReadOnce, State, failure
+    from ddtree_deploy.render import fleet_views, plan_views
+    from ddtree_deploy.transfer import plan_push
 
-    The threads are daemons: after Ctrl-C this process ends at once, and each agent takes the end of its input for what
-    it is. A pool would wait for the work that was to be stopped.
-    """
-    left, lock = iter(hosts), threading.Lock()
-
-    def loop() -> None:
-        while not stop():
-            with lock:
-                where = next(left, None)
-            if where is None:
-                return
-            work(where)
-
-    threads = [threading.Thread(target=loop, daemon=True) for _ in range(min(jobs, len(hosts)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    once, ends = ReadOnce(store), []
+    for where in hosts:
+        try:
+            plan = plan_push(where, once, identity, options, ui.emit)
+        except DeployError as error:
+            end = End(where.name, State.FAILED, error=error)
+            fleet_views.ended(ui, end)
+        else:
+            plan_views.show(ui, plan, files, line=True)
+            end = End(where.name, State.CURRENT if plan.empty else State.PLANNED, generation=plan.base_generation, plan=plan)
+        ends.append(end)
+    rows = fleet_views.table(ui, ends)
+    problem = failure(ends, detail=ui.quiet)
+    if problem is not None:
+        ui.json_line({"type": "hosts", "hosts": rows})
+        raise problem
+    ui.result(dry_run=True, hosts=rows)
+    return 0

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddtree_deploy.models import PATCHED, UNOWNED
+from ddtree_deploy.overlay import carried
 from ddtree_deploy.render import as_json
 from ddtree_deploy.render.plan_views import use_lines
 from ddtree_deploy.render.proof_views import import_lines
@@ -27,6 +28,9 @@ def taken(ui: Ui, taken: Taken) -> None:
         f"{ref.host}: {plural(len(manifest.distributions), 'distribution')}, {plural(ref.files, 'file')}, "
         f"{size(ref.bytes)} — {origins[PATCHED]} patched, {origins[UNOWNED]} unowned"
     )
+    sglang = carried(manifest.distributions, manifest.files)
+    if sglang:
+        ui.say(f"  {sglang.text}")
     _patched(ui.say, manifest, 20)
     for finding in manifest.findings:
         ui.say(f"  {finding.kind} {finding.where}: {finding.text}", "yellow")
@@ -47,6 +51,7 @@ def taken(ui: Ui, taken: Taken) -> None:
             "patched": [entry.path for entry in manifest.files if entry.origin == PATCHED],
             "unowned": [entry.path for entry in manifest.files if entry.origin == UNOWNED],
             "findings": as_json.plain(manifest.findings),
+            "sglang": as_json.plain(sglang),
             "import_failures": as_json.plain(taken.import_failures),
             **{name: getattr(taken, name) for name in ("new_objects", "new_bytes", "hashed_files", "reused_files")},
         }
@@ -101,11 +106,14 @@ def _when(stamp: str) -> str:
 
 def snapshot(ui: Ui, ref: SnapshotRef, manifest: Manifest, files: bool) -> None:
     """Show what a snapshot holds."""
-    ui.document("snapshot", {"ref": as_json.fields(ref), "manifest": as_json.manifest(manifest, files)})
+    sglang = carried(manifest.distributions, manifest.files)
+    ui.document("snapshot", {"ref": as_json.fields(ref), "manifest": as_json.manifest(manifest, files), "sglang": sglang})
     label = f" ({ref.label})" if ref.label else ""
     ui.data(f"{ref.id}{label}", "bold")
     python = manifest.python
     ui.data(f"{ref.host}:{ref.venv}, taken {_when(ref.created)} UTC, Python {python.version} {python.machine}, {python.libc}")
+    if sglang:
+        ui.data(sglang.text)
     owned = Counter(entry.owner for entry in manifest.files)
     bytes_of: Counter[int] = Counter()
     patched_of: Counter[int] = Counter()
@@ -138,8 +146,8 @@ def snapshot(ui: Ui, ref: SnapshotRef, manifest: Manifest, files: bool) -> None:
         ui.data(f"  server {' '.join(server.argv)}")
 
 
-def pushed(ui: Ui, pushed: Pushed) -> None:
-    """Say how a push ended: the one line that scripts may rely on; with `-q` the generation alone."""
+def pushed(ui: Ui, pushed: Pushed, alone: bool = True) -> None:
+    """Say how a push ended: the one line that scripts may rely on; with `-q` the generation alone. Of several, a table is the data."""
     for proofs in pushed.proofs:
         ui.json_line({"type": "proofs", "host": pushed.host, "ok": proofs.ok, **as_json.fields(proofs)})
     if ui.verbose and pushed.phases:
@@ -149,7 +157,10 @@ def pushed(ui: Ui, pushed: Pushed) -> None:
         listed = ", ".join(map(str, sorted(running)))
         ui.warn(f"{pushed.host}: still running from the old generation until restarted: pid {listed}")
     ui.json_line({"type": "pushed", **as_json.fields(pushed)})
-    ui.data(str(pushed.generation) if ui.quiet else push_line(pushed))
+    if alone:
+        ui.data(str(pushed.generation) if ui.quiet else push_line(pushed))
+    else:
+        ui.say(push_line(pushed))
 
 
 def approve_rollback(ui: Ui, name: str, plan: RollbackPlan, yes: bool) -> bool:
@@ -217,9 +228,10 @@ def status(ui: Ui, status: Status) -> None:
     if not status.managed:
         ui.data(f"{status.host}: {status.venv} — an ordinary venv, nothing was pushed there yet")
     else:
+        overlay = f" + ddtree overlay {short(status.overlay)}" if status.overlay else ""
         ui.data(
             f"{status.host}: {status.venv} — generation {generation(status.generation)}, "
-            f"snapshot {short(status.snapshot) or 'none'}, live since {_when(status.since)}"
+            f"snapshot {short(status.snapshot) or 'none'}{overlay}, live since {_when(status.since)}"
         )
         ui.data(
             "drift     none" if not drifted else f"drift     {plural(drifted, 'file')} by hand since",
@@ -248,7 +260,7 @@ def audit(ui: Ui, lines: Sequence[Mapping[str, Any]]) -> None:
         ui.say("the ledger is empty: nothing was pushed there yet")
     for line in lines:
         rest = [
-            f"{key}={short(str(value)) if key == 'snapshot' else value}"
+            f"{key}={short(str(value)) if key in ('snapshot', 'overlay') else value}"
             for key, value in line.items()
             if key not in ("time", "event") and value not in ("", None)
         ]
