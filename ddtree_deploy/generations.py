@@ -75,6 +75,7 @@ def status(host: Host, emit: Emit = ignore) -> Status:
             lock=fields["lock"],
             uses=_uses(session, live),
             packages=tuple((name, version) for name, version in info.get("packages", [])),
+            overlay=info.get("overlay", ""),
         )
 
 

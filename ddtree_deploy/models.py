@@ -198,7 +198,8 @@ class Check:
 class Plan:
     """What a push will do; pure data, made by `plan.py`, shown by `diff` and `push -n`, applied by `transfer.py`.
 
-    `result` is the whole tree that will be live. `base` is the inventory fingerprint that the plan is valid for.
+    `result` is the whole tree that will be live. `base` is the inventory fingerprint that the plan is valid for. `overlay` is
+    the id of the DDTree overlay that was laid over it, or empty.
     """
 
     target: str
@@ -213,6 +214,7 @@ class Plan:
     checks: tuple[Check, ...] = ()
     uses: tuple[Use, ...] = ()
     oracle: Verdict | None = None
+    overlay: str = ""
 
     @property
     def empty(self) -> bool:
@@ -309,6 +311,7 @@ class Status:
     lock: Mapping[str, Any] | None
     uses: tuple[Use, ...]
     packages: tuple[tuple[str, str], ...] = ()
+    overlay: str = ""
 
 
 @dataclass(frozen=True, slots=True)

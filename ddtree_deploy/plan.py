@@ -25,6 +25,7 @@ from ddtree_deploy.models import (
     PythonFacts,
     Use,
 )
+from ddtree_deploy.overlay import Overlay, lay_over, probes, reads_checks
 
 if TYPE_CHECKING:
     from ddtree_deploy.abi import Verdict
@@ -41,10 +42,12 @@ def make(
     checks: Sequence[Check] = (),
     uses: Sequence[Use] = (),
     oracle: Verdict | None = None,
+    overlays: Sequence[Overlay] | None = None,
 ) -> Plan:
     """Plan the push of a snapshot, or of the distributions `only` names, onto a target.
 
     `drop` are distributions of the target that have to go too, with the reason; `why` says of a moved one what needs it.
+    With `overlays` (not None) the one for the SGLang that would result is laid over it; raises as `overlay.lay_over`.
 
     Distributions of the snapshot replace their namesakes, and whoever else claims the same import package; nothing of those
     stays. The target's other distributions, and what nobody owns outside replaced packages, are kept. Raises UsageProblem
@@ -53,7 +56,11 @@ def make(
     moved = chosen(snapshot.distributions, only) if only else frozenset(d.name for d in snapshot.distributions)
     merged = _compose(snapshot, target, moved, drop or {}, whole=not only)
     python = target.python or snapshot.python
-    result = Manifest(host=target.host, venv=target.venv, python=python, distributions=merged.distributions, files=merged.files)
+    files, overlay = merged.files, ""
+    if overlays is not None:
+        files, overlay = lay_over(merged.distributions, files, overlays)
+        checks = (*checks, *reads_checks(merged.distributions, files))
+    result = Manifest(host=target.host, venv=target.venv, python=python, distributions=merged.distributions, files=files)
     changes = file_changes(target.files, result.files)
     return Plan(
         target=target.host,
@@ -68,6 +75,7 @@ def make(
         checks=(*interpreter_checks(snapshot.python, target.python), *_place_checks(target, result), *checks),
         uses=tuple(uses),
         oracle=oracle,
+        overlay=overlay,
     )
 
 
@@ -308,4 +316,5 @@ def probe_modules(plan: Plan, roots: Sequence[str]) -> list[str]:
     touched = {entry.owner for entry in plan.result.files if entry.path in changed and entry.owner >= 0}
     names = {name for index in touched for name in plan.result.distributions[index].packages}
     present = {name for dist in plan.result.distributions for name in dist.packages}
-    return sorted(name for name in names | (present & set(roots)) if not name.startswith("_"))
+    wanted = sorted(name for name in names | (present & set(roots)) if not name.startswith("_"))
+    return [*wanted, *probes(entry.path for entry in plan.result.files)] if "sglang" in wanted else wanted

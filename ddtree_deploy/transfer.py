@@ -29,6 +29,7 @@ from ddtree_deploy.errors import (
 from ddtree_deploy.events import Emit, Note, Step, ignore
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.models import STOCK, Inventory, Manifest, Plan, Proofs, Pushed, Use
+from ddtree_deploy.overlay import PROBES, Overlay, excused
 from ddtree_deploy.plan import chosen, make, probe_modules
 from ddtree_deploy.sending import Sent, send
 from ddtree_deploy.session import Session
@@ -56,6 +57,7 @@ class PushOptions:
     keep_generations: int = 3
     roots: tuple[str, ...] = ROOTS
     allow: tuple[Allowance, ...] = ()
+    overlays: tuple[Overlay, ...] | None = None  # None: none is wanted
 
 
 def plan_push(host: Host, store: Store, snapshot_id: str, options: PushOptions, emit: Emit = ignore) -> Plan:
@@ -63,7 +65,7 @@ def plan_push(host: Host, store: Store, snapshot_id: str, options: PushOptions, 
     snapshot = _loaded(store, snapshot_id)
     with Session(host, writable=False, emit=emit) as session:
         if options.create and not _there(session):
-            return make(snapshot_id, snapshot, _nothing_yet(host, snapshot), only=options.only)
+            return make(snapshot_id, snapshot, _nothing_yet(host, snapshot), only=options.only, overlays=options.overlays)
         return _plan(session, store, snapshot_id, snapshot, options, survey(session, store, whole=False))[0]
 
 
@@ -173,7 +175,8 @@ def _create(session: Session, snapshot: Manifest) -> None:
 
 def _asked(snapshot_id: str, options: PushOptions) -> list[Any]:
     """Return what a push was asked to do, as the host records it to know a repetition."""
-    return [snapshot_id, list(options.only), list(options.with_)]
+    overlays = [] if options.overlays is None else [[overlay.id for overlay in options.overlays]]
+    return [snapshot_id, list(options.only), list(options.with_), *overlays]
 
 
 def _plan(
@@ -199,7 +202,7 @@ def _plan(
     checks = [check for check in choice.verdict.checks if check.level != "ok"] if choice.verdict else []
     return make(
         snapshot_id, snapshot, target, only=choice.names or (), drop=choice.removed, why=choice.why, checks=checks, uses=uses,
-        oracle=choice.verdict,
+        oracle=choice.verdict, overlays=options.overlays,
     ), base  # fmt: skip
 
 
@@ -211,7 +214,10 @@ def _judged_before(
     if seen.tree is None or info.get("asked", [""])[1:] != _asked(snapshot_id, options)[1:] or "shape" not in info:
         return None
     try:
-        plan = make(snapshot_id, snapshot, target, only=info["moved"], checks=oracle.unchanged(target.generation or 0), uses=uses)
+        plan = make(
+            snapshot_id, snapshot, target, only=info["moved"], checks=oracle.unchanged(target.generation or 0), uses=uses,
+            overlays=options.overlays,
+        )  # fmt: skip
     except UsageProblem:
         return None  # a distribution that moved then is not in this snapshot
     return plan if oracle.shape(plan.result.files) == info["shape"] else None
@@ -282,6 +288,7 @@ class _Push:
         with self.clock("stage"):
             begun = self.ask(
                 "begin", venv=self.host.venv, who=f"{getpass.getuser()}@{platform.node()}", what="push", snapshot=self.plan.snapshot,
+                overlay=self.plan.overlay,
                 allowed=self.allowed(), lock_wait=self.options.lock_wait, keep_generations=self.options.keep_generations,
             ).fields  # fmt: skip
         self.tx = begun["tx"]
@@ -297,6 +304,7 @@ class _Push:
         with self.clock("stage"):
             info = {
                 "moved": list(plan.selected), "shape": oracle.shape(plan.result.files), "allowed": self.allowed(),
+                "overlay": plan.overlay,
                 "snapshot": plan.snapshot, "asked": _asked(plan.snapshot, self.options), "result": result, "files": len(rows),
                 "bytes": plan.result.bytes, "packages": [[d.name, d.shown_version] for d in plan.result.distributions],
             }  # fmt: skip
@@ -368,8 +376,8 @@ class _Push:
     def _baseline(self, source: Mapping[str, Any], failed: Sequence[str]) -> set[str]:
         """Return the failed modules that did not import before either: on the source host, or in the target's live tree."""
         on_source = {row["module"]: row["ok"] for row in source.get("imports", [])}
-        known = {module for module in failed if on_source.get(module) is False}
-        foreign = [module for module in failed if module not in on_source]
+        known = {module for module in failed if on_source.get(module) is False} | excused(failed)
+        foreign = [module for module in failed if module not in on_source and module not in PROBES]
         if foreign and (self.plan.base_generation is not None or self.plan.base):
             rows = self.ask("probe", foreign, venv=self.host.venv, **self._probing()).value
             known |= {row["module"] for row in rows if not row["ok"]}

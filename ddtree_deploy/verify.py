@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ddtree_deploy import overlay
 from ddtree_deploy.errors import UsageProblem
 from ddtree_deploy.events import Emit, Note, Step, ignore
 from ddtree_deploy.hosts.base import Host
-from ddtree_deploy.models import STOCK, Proofs
+from ddtree_deploy.models import STOCK, Check, ImportProof, Proofs
 from ddtree_deploy.oracle import gpu_checks, link_checks
 from ddtree_deploy.origins import Classified, classify
 from ddtree_deploy.session import Session
@@ -107,13 +108,23 @@ def _syntax(live: _Live, proofs: Proofs) -> Proofs:
 
 def _imports(live: _Live, proofs: Proofs) -> Proofs:
     modules = modules_of(live.classified({}).distributions)
+    ours = overlay.probes([row[0] for row in live.scan["files"]])
     live.step(f"import {len(modules)} packages")
     host = live.session.host
     rows = live.ask(
-        "probe", modules, user=host.service_user, env=dict(host.service_env), timeout=live.probe_timeout
-    ).value
-    known = live.failed_before()
-    return replace(proofs, imports=tuple(import_proof(row, not row["ok"] and row["module"] in known) for row in rows))
+        "probe", [*modules, *ours], user=host.service_user, env=dict(host.service_env), timeout=live.probe_timeout,
+        code=overlay.flags_code() if ours else {},
+    ).value  # fmt: skip
+    known = live.failed_before() | overlay.excused([row["module"] for row in rows if not row["ok"]])
+    imports = tuple(import_proof(row, not row["ok"] and row["module"] in known) for row in rows)
+    return replace(proofs, imports=imports, extra=(*proofs.extra, *(_overlay(live, imports) if ours else ())))
+
+
+def _overlay(live: _Live, imports: Sequence[ImportProof]) -> tuple[Check, ...]:
+    digests = live.ask("hash", [row[0] for row in live.scan["files"] if row[1] == "f" and row[0].startswith("sglang/")]).value
+    found = live.classified(digests)
+    carried = overlay.carried(found.distributions, found.files)
+    return overlay.live_checks(carried, imports) if carried else ()
 
 
 def _link(live: _Live, proofs: Proofs) -> Proofs:

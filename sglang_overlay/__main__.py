@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
 def _pin(site: Path, version: str) -> None:
     """Record the results of building from a stock site (for maintainers, after a change of ours)."""
     versions = manifest.load()
-    files = build.make(site, version)
+    files = build.make(manifest.reader(site), version)
     versions[version] = dataclasses.replace(
         versions[version],
         built={file.path: file.sha256 for file in files},

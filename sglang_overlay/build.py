@@ -15,7 +15,7 @@ from pathlib import Path
 from sglang_overlay.anchors import locate, offset
 from sglang_overlay.edits import Edit, v0_5_11
 from sglang_overlay.errors import BaseMismatch, BuildMismatch, UnknownVersion
-from sglang_overlay.manifest import Pinned, Span, pinned, sha256
+from sglang_overlay.manifest import Pinned, Read, Span, pinned, reader, sha256
 from sglang_overlay.vendor import ddtree_utils
 
 EDITS: Mapping[str, tuple[Edit, ...]] = {"0.5.11": v0_5_11.EDITS}
@@ -122,29 +122,33 @@ def cut(data: bytes, spans: Sequence[Span]) -> bytes:
     return bytes(out + data[done:])
 
 
-def make(site: Path, version: str) -> tuple[BuiltFile, ...]:
+def make(read: Read, version: str) -> tuple[BuiltFile, ...]:
     """Build without comparing with the manifest's results; the base is checked. For `build` and for pinning."""
     pins = pinned(version)
     edits = EDITS.get(version)
     if edits is None:
         raise UnknownVersion(f"sglang {version} has no edited files: its route is `{pins.route}`")
-    wrong = [
-        f"{path}: {found or 'missing'}, expected {want}" for path, want in pins.base.items() if (found := _digest(site / path)) != want
-    ]
+    stock = {path: read(path) for path in pins.base}
+    found = {path: "missing" if data is None else sha256(data) for path, data in stock.items()}
+    wrong = [f"{path}: {found[path]}, expected {want}" for path, want in pins.base.items() if found[path] != want]
     if wrong:
         raise BaseMismatch(f"{len(wrong)} of {len(pins.base)} files are not those of sglang {version}", causes=tuple(wrong))
-    edited = [insert(path, (site / path).read_bytes(), [e for e in edits if e.path == path]) for path in pins.base]
+    edited = [insert(path, data, [e for e in edits if e.path == path]) for path, data in stock.items() if data is not None]
     new = ddtree_utils(version, {f.path: f.sha256 for f in edited}, pins.reads)
     return (*edited, BuiltFile(v0_5_11.NEW_FILE, new, ()))
 
 
 def build(site: Path, version: str | None = None) -> tuple[BuiltFile, ...]:
-    """Build the patched files from a stock site.
+    """Build the patched files from a stock site. Raises as `build_from`."""
+    return build_from(reader(site), version or installed_version(site))
+
+
+def build_from(read: Read, version: str) -> tuple[BuiltFile, ...]:
+    """Build the patched files from stock content.
 
     Raises BaseMismatch if any base file has a changed byte, BuildMismatch if a result is not the pinned one.
     """
-    version = version or installed_version(site)
-    files = make(site, version)
+    files = make(read, version)
     want = pinned(version).built
     wrong = [f"{f.path}: {f.sha256}, pinned {want.get(f.path)}" for f in files if want.get(f.path) != f.sha256]
     if wrong:
@@ -155,8 +159,9 @@ def build(site: Path, version: str | None = None) -> tuple[BuiltFile, ...]:
 def check(site: Path, version: str | None = None) -> Check:
     """Say for each file of the overlay whether it is stock, built, somebody else's, or missing."""
     version = version or installed_version(site)
-    pins = overlay_pins(version)
-    return classify(pins, {path: _digest(site / path) for path in pins.built})
+    pins, read = overlay_pins(version), reader(site)
+    found = {path: read(path) for path in pins.built}
+    return classify(pins, {path: None if data is None else sha256(data) for path, data in found.items()})
 
 
 def classify(pins: Pinned, digests: Mapping[str, str | None]) -> Check:
@@ -213,13 +218,6 @@ def overlay_pins(version: str) -> Pinned:
             mend = "nothing to build: DDTREE registers itself when this package is installed beside sglang"
         raise UnknownVersion(f"sglang {version} has no edited files: its route is `{pins.route}`", mend=mend)
     return pins
-
-
-def _digest(path: Path) -> str | None:
-    try:
-        return sha256(path.read_bytes())
-    except (FileNotFoundError, IsADirectoryError):
-        return None
 
 
 def _text(path: Path) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_overlay.manifest import pinned
+from sglang_overlay.manifest import Read, pinned, reader
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,14 @@ def contract(version: str) -> tuple[Symbol, ...]:
     return symbols
 
 
-def check_contract(site: Path, version: str) -> tuple[Broken, ...]:
-    """Return what does not hold in the tree at `site`; empty when all does."""
+def check_contract(site: Path | Read, version: str) -> tuple[Broken, ...]:
+    """Return what does not hold in the tree at `site`, or that `site` reads; empty when all does."""
+    read = reader(site) if isinstance(site, Path) else site
     trees: dict[str, ast.Module | None] = {}
     for symbol in contract(version):
         if symbol.path not in trees:
-            file = site / symbol.path
-            trees[symbol.path] = ast.parse(file.read_bytes()) if file.is_file() else None
+            source = read(symbol.path)
+            trees[symbol.path] = None if source is None else ast.parse(source)
     return tuple(broken for symbol in contract(version) for broken in _check(symbol, trees))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from sglang_overlay.errors import UnknownVersion
 
 MANIFEST = Path(__file__).with_name("manifest.toml")
 Span = tuple[int, int]  # byte offset and length of one insertion, in the built file
+Read = Callable[[str], bytes | None]  # the bytes of a path relative to site-packages, None when it is not there
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,18 @@ def dump(versions: Mapping[str, Pinned], path: Path = MANIFEST) -> None:
             out += ["", f'[sglang."{version}".spans]']
             out += [f'"{key}" = {[list(span) for span in spans]}' for key, spans in entry.spans.items()]
     path.write_text("\n".join(out) + "\n")
+
+
+def reader(site: Path) -> Read:
+    """Return what reads files of a site on this machine."""
+
+    def read(path: str) -> bytes | None:
+        try:
+            return (site / path).read_bytes()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    return read
 
 
 def sha256(data: bytes) -> str:

@@ -19,7 +19,7 @@ from ddtree_deploy.agent.failure import Failure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from typing import Any
 
     from ddtree_deploy.agent.main import Session
@@ -43,12 +43,14 @@ def imports(
     env: dict[str, str] | None = None,
     timeout: float = 120.0,
     jobs: int | None = None,
+    code: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Import each of `modules` in a process of its own, as the venv would were `root` its site-packages.
 
     `env` is added to a minimal environment, with paths below the live site-packages (an LD_LIBRARY_PATH, say) moved to
     `root`; as root, `user` is who imports. At most four run at a time unless `jobs` says otherwise, since an import of
-    torch takes a gigabyte. Returns one dict per module, in order, with the fields of `models.ImportProof`. Death by a
+    torch takes a gigabyte. `code` is Python by module, run after its import as a part of it. Returns one dict per module,
+    in order, with the fields of `models.ImportProof`. Death by a
     signal, a time-out (seconds), an exit without a result, an exception, and libraries of another tree each make `ok`
     false. A read-only session leaves no bytecode behind. Raises Failure when nothing can be imported at all.
     """
@@ -69,7 +71,7 @@ def imports(
             except queue.Empty:
                 return
             try:
-                proof = _import(session, [python, *flags], how, root, live_site, module, timeout)
+                proof = _import(session, [python, *flags], how, root, live_site, module, (code or {}).get(module, ""), timeout)
             except Exception as error:
                 faults.append(error)
                 return
@@ -127,10 +129,10 @@ def _identity(user: str) -> dict[str, Any]:
 
 
 def _import(
-    session: Session, interpreter: list[str], how: dict[str, Any], root: str, live_site: str, module: str, timeout: float,
+    session: Session, interpreter: list[str], how: dict[str, Any], root: str, live_site: str, module: str, code: str, timeout: float,
 ) -> dict[str, Any]:
     result_out, result_in = os.pipe()
-    argv = [*interpreter, "-c", source_of(probe_child), str(result_in), str(os.getpid()), root, live_site, module]
+    argv = [*interpreter, "-c", source_of(probe_child), str(result_in), str(os.getpid()), root, live_site, module, code]
     started = time.monotonic()
     try:
         child = subprocess.Popen(

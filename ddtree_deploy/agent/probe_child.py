@@ -1,7 +1,7 @@
 """Import one module as the venv would, were `root` its site-packages; runs by `-S -c`, so it imports nothing of ours.
 
-argv: result descriptor, pid of the parent, root, live site-packages, module. The result is one JSON object on the
-descriptor, never on stdout; whoever gets none knows that the import ended the process.
+argv: result descriptor, pid of the parent, root, live site-packages, module, code to run after its import. The result is one
+JSON object on the descriptor, never on stdout; whoever gets none knows that the import ended the process.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def their_part(tb: types.TracebackType | None) -> types.TracebackType | None:
 
 def main() -> None:
     fd, parent = int(sys.argv[1]), int(sys.argv[2])
-    root, live, module = sys.argv[3:6]
+    root, live, module, code = sys.argv[3:7]
     os.set_inheritable(fd, False)
     fence(parent)
     me = os.getpid()
@@ -101,6 +101,7 @@ def main() -> None:
         set_paths(root, live)
         started = time.monotonic()
         importlib.import_module(module)
+        exec(code, {"__name__": module})
     except BaseException as error:
         said = ("%s: %s" % (type(error).__name__, error)).strip().splitlines()[0]
         why = "the import called sys.exit(%r)" % (error.code,) if isinstance(error, SystemExit) else said

@@ -189,6 +189,7 @@ def probe(session: Session, header: dict[str, Any], value: list[str]) -> dict[st
         "_big": prove.imports(
             session, venv_python(found.venv), root, root, found.venv, value, header.get("user", ""),
             {**header.get("env", {}), "PYTHONDONTWRITEBYTECODE": "1"}, float(header.get("timeout", 120)), header.get("jobs"),
+            header.get("code"),
         )
     }
 

@@ -130,8 +130,7 @@ def settle(found: Layout, python: str) -> str | None:
         flip(found, journal["previous"], python)  # also when the link is right: a cut may have left the scripts behind
     if outcome(found, journal["tx"]) is None:
         event = {key: journal.get(key) for key in ("tx", "generation", "previous", "snapshot", "who", "what")}
-        if journal.get("allowed"):
-            event["allowed"] = journal["allowed"]
+        event.update((key, journal[key]) for key in ("allowed", "overlay") if journal.get(key))
         log(found, event=verdict, reason=decision.get("reason", ""), **event)
     if verdict == "reverted" and journal.get("what") == "push" and found.live() != journal["generation"]:
         found.disown(journal["generation"])

@@ -85,7 +85,8 @@ def begin(session: Session, header: dict[str, Any], _value: object) -> dict[str,
     stirred = bool(found.partials()) or os.path.exists(found.journal)
     recovered = switch.recover(found, push.python)
     push.journal = switch.write_journal(found, {
-        "tx": push.tx, "state": "receiving", "allowed": header.get("allowed", []), **who, "pid": os.getpid(), "previous": found.live() or 0,
+        "tx": push.tx, "state": "receiving", "allowed": header.get("allowed", []), "overlay": header.get("overlay", ""), **who,
+        "pid": os.getpid(), "previous": found.live() or 0,
     })
     return {"tx": push.tx, "generation": found.live(), "recovered": recovered, "stirred": stirred}
 

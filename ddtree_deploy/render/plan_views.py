@@ -23,7 +23,8 @@ ROWS_IN_A_PUSH = 12
 def heading(plan: Plan) -> str:
     """Say what goes where, onto what."""
     onto = "an ordinary venv" if plan.base_generation is None else f"generation {generation(plan.base_generation)}"
-    return f"{plan.target}: {plan.venv} — snapshot {short(plan.snapshot)} onto {onto}"
+    overlay = f" + ddtree overlay {short(plan.overlay)}" if plan.overlay else ""
+    return f"{plan.target}: {plan.venv} — snapshot {short(plan.snapshot)}{overlay} onto {onto}"
 
 
 def summary(plan: Plan) -> str:

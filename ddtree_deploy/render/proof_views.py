@@ -30,6 +30,7 @@ def level_lines(proofs: Proofs) -> list[str]:
         spent = seconds(sum(proof.seconds for proof in proofs.imports))
         wrong = f"{failed} failed" if failed else "all fine but those that failed on the source" if known else "all fine"
         lines.append(f"import  {plural(len(proofs.imports), 'package')} in {spent}: {wrong}")
+    lines += [f"{check.id} {check.text}" for check in proofs.extra if check.id == "overlay" and check.level == "ok"]
     return lines
 
 
