@@ -6,6 +6,8 @@ output goes straight into `server.log` (O_APPEND), so that the server does not d
 truncates, and `times.jsonl` says where in the log which second begins.
 """
 
+from __future__ import annotations
+
 import ctypes
 import fcntl
 import json
@@ -19,21 +21,26 @@ import time
 import urllib.error
 import urllib.request
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 MARK = "DDTREE_LAUNCH"
 TICK = 0.5
 GONE_SECONDS = 15.0
 
 
-def read(path):
+def read(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
-            return json.load(file)
+            value = json.load(file)
     except (OSError, ValueError):
         return {}
+    return value if isinstance(value, dict) else {}
 
 
-def marked(launch):
+def marked(launch: str) -> list[int]:
     """Return the pids of all processes that carry this launch's mark in their environment (proc(5)), but not this one."""
     needle = ("\0%s=%s\0" % (MARK, launch)).encode()
     found = []
@@ -49,12 +56,16 @@ def marked(launch):
 
 
 class Supervisor:
-    def __init__(self, directory):
+    """One server: what is wanted of it, how it is, and the child that it is now."""
+
+    def __init__(self, directory: str) -> None:
         self.directory = directory
         self.launch = read(os.path.join(directory, "launch.json"))
         self.log_path = os.path.join(directory, "server.log")
-        self.state = {"phase": "starting", "launch": self.launch["id"], "supervisor": os.getpid(), "restarts": 0, "deaths": []}
-        self.child = None
+        self.state: dict[str, Any] = {"phase": "starting", "launch": self.launch["id"], "supervisor": os.getpid()}
+        self.state.update(restarts=0, deaths=[])
+        self.child: subprocess.Popen[bytes] | None = None
+        self.wakeup = -1
         self.healthy = False
         self.asked = 0.0  # when to stop waiting for a drain, once a stop was asked for
         self.stopping = False
@@ -63,7 +74,7 @@ class Supervisor:
 
     # what others read
 
-    def tell(self, phase=None, **fields):
+    def tell(self, phase: str = "", **fields: Any) -> None:
         if phase and phase != self.state["phase"]:
             fields.setdefault("since", time.time())
         self.state.update(fields, **({"phase": phase} if phase else {}))
@@ -75,7 +86,7 @@ class Supervisor:
         except OSError:
             pass  # a full disk must not end a server that runs
 
-    def say(self, text):
+    def say(self, text: str) -> None:
         line = "ddtree-deploy %s: %s\n" % (time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), text)
         try:
             fd = os.open(self.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
@@ -86,7 +97,7 @@ class Supervisor:
 
     # the log
 
-    def keep_log(self):
+    def keep_log(self) -> None:
         """Note when the log grew; copy and truncate it when it is large."""
         try:
             size = os.stat(self.log_path).st_size
@@ -109,7 +120,7 @@ class Supervisor:
                 self.copy_and_truncate(path)
             self.seen_size = 0
 
-    def copy_and_truncate(self, path):
+    def copy_and_truncate(self, path: str) -> None:
         try:
             with open(path, "rb") as source, open(path + ".1", "wb") as target:
                 while True:
@@ -123,10 +134,10 @@ class Supervisor:
 
     # the server
 
-    def start(self):
+    def start(self) -> bool:
         launch = self.launch
         log = os.open(self.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
-        who = {}
+        who: dict[str, Any] = {}
         if launch.get("uid") is not None:
             who = {"user": launch["uid"], "group": launch["gid"], "extra_groups": launch["groups"]}
         try:
@@ -146,7 +157,7 @@ class Supervisor:
         self.tell("starting", pid=self.child.pid)
         return True
 
-    def look_at_health(self):
+    def look_at_health(self) -> None:
         """Ask /health from a thread of its own, for as long as this supervisor lives."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         while True:
@@ -166,7 +177,7 @@ class Supervisor:
                         self.tell("unresponsive")
             time.sleep(5.0 if ok else 1.0)
 
-    def reap(self):
+    def reap(self) -> bool:
         """Collect children that ended, also those that the server left behind to us; return whether the server ended."""
         while True:
             try:
@@ -179,7 +190,7 @@ class Supervisor:
                 self.child.returncode = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
                 return True
 
-    def kill_rest(self):
+    def kill_rest(self) -> tuple[list[int], list[int]]:
         """End whatever the server left: its process group, and everything that carries the launch's mark."""
         if self.child is not None:
             try:
@@ -206,9 +217,10 @@ class Supervisor:
             self.say("these processes do not end: %s" % left)
         return killed, left
 
-    def died(self):
+    def died(self) -> bool:
         """Note how the server ended, clean up after it, and tell whether to start it again."""
-        code = self.child.returncode
+        assert self.child is not None
+        code: int = self.child.returncode
         how = "exit status %d" % code if code >= 0 else "signal %d" % -code
         if code < 0:
             try:
@@ -239,14 +251,14 @@ class Supervisor:
             self.tell("stopped")
         return not self.stopping
 
-    def sleep(self):
+    def sleep(self) -> None:
         try:
             if select.select([self.wakeup], [], [], TICK)[0]:
                 os.read(self.wakeup, 4096)
         except OSError:
             pass
 
-    def stop(self, _number, _frame):
+    def stop(self, _number: int, _frame: object) -> None:
         if not self.stopping:
             drain = read(os.path.join(self.directory, "stop.json")).get("drain", self.launch["drain"])
             self.stopping = True
@@ -256,7 +268,7 @@ class Supervisor:
                 self.tell("stopping")
                 self.child.send_signal(signal.SIGTERM if float(drain) > 0 else signal.SIGKILL)
 
-    def run(self):
+    def run(self) -> int:
         lock = os.open(os.path.join(self.directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -278,7 +290,7 @@ class Supervisor:
             self.keep_log()
             if self.reap():
                 again = self.died() and self.start()
-            elif self.stopping and time.monotonic() > self.asked:
+            elif self.stopping and time.monotonic() > self.asked and self.child is not None:
                 self.say("not drained in time: killed")
                 self.asked = float("inf")
                 try:

@@ -1,0 +1,108 @@
+"""Stop a server: drain, then end every process of its launch, then see that its port and its GPU memory are back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+
+from ddtree_deploy.agent import durable, layout
+from ddtree_deploy.agent.failure import Failure
+from ddtree_deploy.agent.serving import gpus, place, ports
+from ddtree_deploy.agent.serving.start import note
+from ddtree_deploy.agent.serving.supervisor import marked
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+    from ddtree_deploy.agent.main import Session
+
+GRACE = 30.0
+MEMORY_SECONDS = 20.0
+#: What a driver may keep for itself beyond what was free before the launch.
+SLACK = 512 << 20
+
+
+def stop(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
+    """Stop a server. Answers `{name, was, seconds, killed, left, port_free, gpus}`; `was` is its phase before.
+
+    `drain` (seconds, None: as launched) is how long answers in progress may take; 0 kills at once.
+    """
+    found = layout.locate(header["venv"])
+    name = place.only(found, str(header.get("name") or ""))
+    where = place.directory(found, name)
+    described = place.describe(found, name)
+    assert described is not None
+    launch = place.read(where, "launch.json")
+    drain = float(launch.get("drain", 30) if header.get("drain") is None else header["drain"])
+    began = time.monotonic()
+    if described["supervised"]:
+        durable.write_json(os.path.join(where, "stop.json"), {"drain": drain})
+        _ask(where)
+        _wait(session, where, drain + GRACE)
+    killed = _kill(launch["id"])
+    if place.supervised(where):
+        raise Failure("internal", "the supervisor of `%s` does not end" % name, "look at the host: %s" % where)
+    wish = launch["wish"]
+    back = gpus.back(launch.get("gpus") or [], SLACK, MEMORY_SECONDS)
+    answer = {
+        "name": name, "was": described["phase"], "seconds": time.monotonic() - began, "killed": len(killed),
+        "left": marked(launch["id"]), "port_free": ports.is_free(wish["listen"], int(wish["port"])), "gpus": back,
+    }
+    if described["phase"] not in ("stopped", "failed"):
+        state = place.read(where, "state.json")
+        if state.get("phase") != "stopped":
+            durable.write_json(os.path.join(where, "state.json"), {**state, "launch": launch["id"], "phase": "stopped", "pid": None})
+        note(found, "stopped", launch.get("generation"), name, {"who": header.get("who", "")}, seconds=round(answer["seconds"], 1))
+    return {"_big": answer}
+
+
+def _ask(where: str) -> None:
+    """Send SIGTERM to the supervisor. Its pid is right as long as it holds the lock, and it writes its pid under the lock."""
+    pid = place.read(where, "state.json").get("supervisor")
+    if isinstance(pid, int) and place.supervised(where):
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass
+
+
+def _wait(session: Session, where: str, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    tick = 0
+    while place.supervised(where) and time.monotonic() < end:
+        time.sleep(0.1)
+        tick += 1
+        session.progress("stop", tick, int(seconds * 10) + 1, "ticks")
+    if place.supervised(where):
+        # The supervisor hangs (a dead disk): its unit, or it itself, is ended from outside.
+        unit = place.read(where, "launch.json").get("unit")
+        if unit:
+            subprocess.run(["systemctl", "kill", "--signal=SIGKILL", unit], check=False, timeout=30, stdout=subprocess.DEVNULL)
+        pid = place.read(where, "state.json").get("supervisor")
+        if isinstance(pid, int):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.5)
+
+
+def _kill(launch: str) -> list[int]:
+    """Kill what is left of a launch whose supervisor is gone; return the pids."""
+    killed: set[int] = set()
+    end = time.monotonic() + GRACE
+    while time.monotonic() < end:
+        left = marked(launch)
+        if not left:
+            break
+        killed.update(left)
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                pass
+        time.sleep(0.1)
+    return sorted(killed)
