@@ -156,7 +156,7 @@ def lay_over(
             if f.found != base.get(f.path)
         ]
         raise IntegrityFailure(
-            f"the overlay is for stock sglang {version}, and {len(wrong)} files would be others",
+            f"the overlay is for stock sglang {version}, and {len(wrong)} of {len(state.files)} files would be others",
             mend="see them with `ddtree-deploy overlay diff`, and push a snapshot with the stock files",
             causes=tuple(wrong),
         )

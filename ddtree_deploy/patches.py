@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddtree_deploy.errors import UsageProblem
-from ddtree_deploy.models import Manifest
+from ddtree_deploy.models import PATCHED, UNOWNED, Manifest
 from sglang_overlay import build, manifest
 from sglang_overlay.errors import UnknownVersion
 from sglang_overlay.manifest import Read, sha256
@@ -105,6 +105,16 @@ def patches(tree: Tree, stock: Sequence[Read]) -> Iterator[Patch]:
         after = b"" if found is None else tree.read(path) or b""
         sign = "+" if want is None else "-" if found is None else "~"
         yield Patch(sign, path, None if before is None else unified(path, before, after))
+
+
+def patches_of(store: Store, snapshot: Manifest, stock: Sequence[Read]) -> Iterator[Patch]:
+    """Yield what was changed by hand in any distribution of a snapshot."""
+    patched = {e.owner for e in snapshot.files if e.origin == PATCHED}
+    added = {e.path.partition("/")[0] for e in snapshot.files if e.origin == UNOWNED}
+    for index, dist in enumerate(snapshot.distributions):
+        if index in patched or added.intersection(dist.packages):
+            tree = of_snapshot(store, snapshot, index, dist.name)
+            yield from patches(tree, [in_store(store, tree.record), *stock])
 
 
 def in_store(store: Store, record: Mapping[str, str]) -> Read:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,7 +22,9 @@ def register(app: typer.Typer) -> None:
         'push ct200 --snapshot "$(ddtree-deploy snapshot -q ct129)"',
     ))(snapshot)  # fmt: skip
     command(app, "ls", panel=PANEL, examples=("ls", "ls --json"))(ls)
-    command(app, "show", panel=PANEL, examples=("show", "show known-good --files", "show 3f9a1c2 --json"))(show)
+    command(app, "show", panel=PANEL, examples=(
+        "show", "show known-good --files", "show 3f9a1c2 --json", "show known-good --patch > by-hand.diff",
+    ))(show)  # fmt: skip
     cache = typer.Typer(
         name="cache",
         help="Look after the store of snapshots.",
@@ -83,17 +86,31 @@ def show(
         ),
     ] = None,
     files: flags.Files = False,
+    patch: Annotated[
+        bool, typer.Option("--patch", help="Only what was changed by hand, as a diff against the publishers' files.")
+    ] = False,
+    wheel: Annotated[
+        list[Path] | None,
+        typer.Option("--wheel", metavar="FILE", help="With --patch: a stock wheel, for content that is not in the store (repeatable)."),
+    ] = None,
 ) -> None:
     """Show what a snapshot holds.
 
     Packages and versions, patched files by name, findings, captured servers.
     """
-    from ddtree_deploy.render import views
+    from ddtree_deploy.patches import of_wheel, patches_of
+    from ddtree_deploy.render import overlay, views
+    from ddtree_deploy.render.words import short
     from ddtree_deploy.store import Store
 
     store = Store.open()
     identity = store.resolve(snapshot)
-    views.snapshot(ui, store.ref(identity), store.manifest(identity), files)
+    manifest = store.manifest(identity)
+    if patch:
+        found = list(patches_of(store, manifest, [of_wheel(file) for file in wheel or ()]))
+        overlay.patches(ui, f"snapshot {short(identity)}", found)
+    else:
+        views.snapshot(ui, store.ref(identity), manifest, files)
 
 
 def cache_verify(ui: Ui) -> int:
