@@ -176,9 +176,13 @@ def resolve_host(
     entry = config.hosts.get(name)
     place = venv or (entry.venv if entry else "")
     if name == "local" or (entry and entry.transport == "local"):
-        where = {"transport": "local", "venv": str(Path(place).expanduser().absolute()) if place else ""}
+        inside = bool(entry and entry.via)  # then `~` and a relative path are not this machine's
+        where = {"transport": "local", "venv": place if inside or not place else str(Path(place).expanduser().absolute())}
         origin = entry.origin if entry else "this machine"
     else:
+        if entry and entry.via and not entry.address:
+            mend = f"set `address` under [hosts.{name}] to the machine that has the container, or `transport = \"local\"`"
+            raise UsageProblem(f"`{name}` is `{entry.via}`, but behind which machine?", mend=mend)
         if place and not place.startswith(("/", "~/")):
             raise UsageProblem(f"the venv on `{name}` must be absolute or start with `~/`: {place}")
         chosen = transport or (entry.transport if entry else "") or "openssh"

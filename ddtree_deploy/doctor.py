@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,11 @@ def fail(name: str, text: str, mend: str) -> Check:
     return Check(name, "block", text, mend=mend)
 
 
-def doctor(host: Host | None = None, *, emit: Emit = ignore) -> list[Check]:
-    """Return one row a check: this machine's, then those of `host`. `block` is what stops a push."""
+def doctor(host: Host | None = None, *, needs: Sequence[str] = (), emit: Emit = ignore) -> list[Check]:
+    """Return one row a check: this machine's, then those of `host` (`needs`: modules to import). `block` is what stops a push."""
     rows = list(_rows(emit, "this machine", _controller()))
     if host is not None:
-        rows += _rows(emit, host.name, _host(host))
+        rows += _rows(emit, host.name, _host(host, needs))
     return rows
 
 
@@ -128,10 +128,14 @@ def _store() -> Iterator[Check]:
 # --- a host
 
 
-def _host(host: Host) -> Iterator[tuple[str, Callable[[], Iterable[Check]]]]:
+def _host(host: Host, needs: Sequence[str]) -> Iterator[tuple[str, Callable[[], Iterable[Check]]]]:
     if host.transport == "openssh" and shutil.which("ssh"):
         yield "cipher", lambda: _cipher(host)
+    if host.via:
+        yield "hop", lambda: _hop(host)
     yield "reach", lambda: _reach(host)
+    if needs:
+        yield "needs", lambda: _needs(host, needs)
 
 
 def _cipher(host: Host) -> Iterator[Check]:
@@ -147,6 +151,30 @@ def _cipher(host: Host) -> Iterator[Check]:
         yield warn("cipher", f"{first} is preferred; AES-GCM took half the time on a CPU with AES", mend)
     elif first:
         yield ok("cipher", f"{first} is preferred")
+
+
+def _hop(host: Host) -> Iterator[Check]:
+    """Tell how bytes get into the container: the hop is entered once more, for nothing but that."""
+    from ddtree_deploy.hosts.connect import connector
+
+    channel = connector(host).start(["true"])
+    try:
+        if channel.wait(30.0) != 0:
+            raise channel.failure()
+        changed = [text for text in channel.notices() if "changes bytes" in text]
+    finally:
+        channel.close()
+    way = f"{host.via} behind {'this machine' if host.transport == 'local' else host.address or host.name}"
+    if changed:
+        yield warn("hop", f"{way}: {changed[0]}", "take away what gives `pct exec` a terminal there (a wrapper, an alias)")
+    else:
+        yield ok("hop", f"{way}: bytes pass as they are" + (" (a probe came back whole)" if host.via.startswith("pct") else ""))
+
+
+def _needs(host: Host, needs: Sequence[str]) -> Iterator[Check]:
+    from ddtree_deploy import venvs
+
+    yield from venvs.checks(host, venvs.venvs(host, needs=needs), needs)
 
 
 def _reach(host: Host) -> Iterator[Check]:

@@ -17,7 +17,7 @@ PANEL = "Set up"
 def register(app: typer.Typer) -> None:
     """Add the commands of this family."""
     command(app, "demo", panel=PANEL, examples=("demo", "demo --keep /tmp/look"))(demo)
-    command(app, "doctor", panel=PANEL, examples=("doctor", "doctor ct200", "doctor --json > report.json"))(doctor)
+    command(app, "doctor", panel=PANEL, examples=("doctor", "doctor ct200", "doctor ct200 --needs torch,fastapi"))(doctor)
     command(app, "hosts", panel=PANEL, examples=("hosts", "hosts --json"))(hosts)
     command(app, "config", panel=PANEL, examples=("config", "config --example > ddtree.toml"))(config)
 
@@ -46,6 +46,7 @@ def doctor(
         str | None,
         typer.Argument(metavar="[HOST]", help="Also look at this host.", autocompletion=flags.complete_host, show_default=False),
     ] = None,
+    needs: Annotated[str, typer.Option("--needs", metavar="MODULE,...", help="Try to import these on the host.", show_default=False)] = "",
     venv: flags.Venv = None,
     transport: flags.Transport = None,
     accept_new_host_key: flags.AcceptNewHostKey = False,
@@ -57,12 +58,16 @@ def doctor(
     """
     from ddtree_deploy.config import load, resolve_host
     from ddtree_deploy.doctor import doctor as run
+    from ddtree_deploy.errors import UsageProblem
     from ddtree_deploy.render import machine_views
+    from ddtree_deploy.venvs import modules
 
     where = None
+    if needs and not name:
+        raise UsageProblem("`--needs` is about a host", mend="name one: `doctor HOST --needs MODULE`")
     if name:
         where = resolve_host(name, load(), venv=venv, transport=transport, accept_new=accept_new_host_key)
-    return machine_views.doctor(ui, run(where, emit=ui.emit))
+    return machine_views.doctor(ui, run(where, needs=modules(needs), emit=ui.emit))
 
 
 def hosts(ui: Ui) -> None:

@@ -39,15 +39,15 @@ def doctor(ui: Ui, checks: Sequence[Check]) -> int:
 
 def hosts(ui: Ui, config: Config, names: Mapping[str, str]) -> None:
     """List host names (`names`: name to where it is defined) and how each is reached."""
-    keys = ("name", "transport", "address", "venv", "origin")
+    keys = ("name", "transport", "address", "via", "venv", "origin")
     rows = []
     for name, origin in names.items():
         entry = config.hosts.get(name)
         how = "local" if name == "local" else (entry and entry.transport) or "openssh"
-        address = "" if name == "local" else (entry and entry.address) or name
-        rows.append((name, how, address, (entry and entry.venv) or "", origin))
+        address = "" if how == "local" else (entry and entry.address) or name
+        rows.append((name, how, address, (entry and entry.via) or "", (entry and entry.venv) or "", origin))
     ui.document("hosts", {"hosts": [dict(zip(keys, row, strict=True)) for row in rows]})
-    ui.table(columns("name", "transport", "address", "venv", "defined in"), rows)
+    ui.table(columns("name", "transport", "address", "via", "venv", "defined in"), rows)
 
 
 def config(ui: Ui, rows: Sequence[tuple[str, Any, str]]) -> None:
