@@ -34,10 +34,9 @@ _OCI_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The image whose layers come first: its digest, its name in the layout, its layers and its configuration."""
+    """The image whose layers come first: its digest (`sha256:...`, empty for no base), its layers and its configuration."""
 
     digest: str = ""
-    name: str = ""
     layers: tuple[Mapping[str, Any], ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -109,8 +108,6 @@ def labels(snapshot: str, manifest: Manifest, prefix: str, base: Base) -> dict[s
     }
     if base.digest:
         found["org.opencontainers.image.base.digest"] = base.digest
-    if base.name:
-        found["org.opencontainers.image.base.name"] = base.name
     return found
 
 

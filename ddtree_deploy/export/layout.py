@@ -76,8 +76,7 @@ class Layout:
         config = self.document(manifest.get("config") or {})
         if (config.get("os"), config.get("architecture")) != ("linux", architecture):
             raise UsageProblem(f"the base is for {config.get('os')}/{config.get('architecture')}, the snapshot for linux/{architecture}")
-        named = name or (found.get("annotations") or {}).get(image.REF_NAME, "")
-        return image.Base("sha256:" + image.digest_of(found), str(named), tuple(manifest.get("layers") or ()), config)
+        return image.Base("sha256:" + image.digest_of(found), tuple(manifest.get("layers") or ()), config)
 
     def _for(self, found: Mapping[str, Any], architecture: str) -> Mapping[str, Any]:
         """Follow indexes of several platforms to the manifest of one."""
