@@ -7,6 +7,7 @@ from typing import Any
 
 from ddtree_deploy.abi.cuda import coverage
 from ddtree_deploy.launch.argv import Command, Request, unknown_flags
+from ddtree_deploy.launch.models import OVER
 from ddtree_deploy.models import Check
 
 Facts = Mapping[str, Any]
@@ -57,15 +58,19 @@ def chosen(facts: Facts, request: Request) -> list[Mapping[str, Any]]:
 
 
 def _port(facts: Facts, request: Request, _command: Command) -> list[Check]:
+    ours = {server["name"]: server for server in facts["servers"] if server and server["phase"] not in OVER}
     out = []
     for port, free, holder in facts["ports"]:
         what = f"port {port}" if port == request.port else f"port {port}, which SGLang derives from {request.port},"
-        mend = "stop that process, or take another `--port`"
-        out.append(
-            Check("port", "ok", f"{what} is free")
-            if free
-            else Check("port", "block", f"{what} is taken", (holder,) if holder else (), mend)
-        )
+        known = ours.get(str(port))
+        if known:
+            text = f"a server of this venv is there already: {known['phase']}, launched by {known['launch']['who']} at {known['launch']['started']}"
+            out.append(Check("port", "block", text, (holder,) if holder else (), "`restart` or `stop` it, or take another `--port`"))
+        elif not free:
+            mend = "stop that process, or take another `--port`"
+            out.append(Check("port", "block", f"{what} is taken", (holder,) if holder else (), mend))
+        else:
+            out.append(Check("port", "ok", f"{what} is free"))
     return out
 
 

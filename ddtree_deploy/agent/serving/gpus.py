@@ -53,7 +53,9 @@ def seen() -> list[Gpu]:
     for line in done.stdout.decode("utf-8", "replace").splitlines():
         parts = [part.strip() for part in line.split(",")]
         if len(parts) == 5 and parts[0].isdigit() and parts[3].isdigit() and parts[4].isdigit():
-            rows.append({"index": int(parts[0]), "name": parts[1], "cc": parts[2], "memory": int(parts[3]) << 20, "free": int(parts[4]) << 20})
+            rows.append(
+                {"index": int(parts[0]), "name": parts[1], "cc": parts[2], "memory": int(parts[3]) << 20, "free": int(parts[4]) << 20}
+            )
     return rows
 
 
@@ -74,7 +76,12 @@ def back(before: list[Gpu], slack: int, seconds: float) -> list[Gpu]:
     wanted = {gpu["index"]: gpu["free"] for gpu in before}
     while True:
         rows = [
-            {"index": gpu["index"], "free": gpu["free"], "before": wanted[gpu["index"]], "back": gpu["free"] >= wanted[gpu["index"]] - slack}
+            {
+                "index": gpu["index"],
+                "free": gpu["free"],
+                "before": wanted[gpu["index"]],
+                "back": gpu["free"] >= wanted[gpu["index"]] - slack,
+            }
             for gpu in (seen() if wanted else [])
             if gpu["index"] in wanted
         ]

@@ -93,10 +93,19 @@ def describe(found: layout.Layout, name: str) -> Json | None:
     proved = read(where, "proved.json")
     live = found.live()
     return {
-        "name": name, "phase": phase, "supervised": alive, "pid": state.get("pid"), "processes": len(processes),
-        "since": state.get("since"), "restarts": state.get("restarts", 0), "last": state.get("last"),
-        "generation": launch.get("generation"), "stale": launch.get("generation") != live, "unit": launch.get("unit", ""),
-        "launch": shown(launch), "proved": proved if proved.get("launch") == launch["id"] else None,
+        "name": name,
+        "phase": phase,
+        "supervised": alive,
+        "pid": state.get("pid"),
+        "processes": len(processes),
+        "since": state.get("since"),
+        "restarts": state.get("restarts", 0),
+        "last": state.get("last"),
+        "generation": launch.get("generation"),
+        "stale": launch.get("generation") != live,
+        "unit": launch.get("unit", ""),
+        "launch": shown(launch),
+        "proved": proved if proved.get("launch") == launch["id"] else None,
     }
 
 
@@ -114,14 +123,18 @@ def only(found: layout.Layout, name: str) -> str:
     known = [one for one in names(found) if describe(found, one)]
     if name:
         if name not in known:
-            raise Failure("usage", "there is no server `%s` in `%s`" % (name, found.venv),
-                          "servers there: %s" % (", ".join(known) or "none"))
+            raise Failure(
+                "usage", "there is no server `%s` in `%s`" % (name, found.venv), "servers there: %s" % (", ".join(known) or "none")
+            )
         return name
     if len(known) > 1:
         running = [one for one in known if (describe(found, one) or {}).get("phase") not in ("failed", "stopped", "dead")]
         if len(running) == 1:
             return running[0]
     if len(known) != 1:
-        raise Failure("usage", "there is %s server in `%s`" % ("more than one" if known else "no", found.venv),
-                      "name one with `--port`: %s" % ", ".join(known) if known else "start one with `ddtree-deploy launch`")
+        raise Failure(
+            "usage",
+            "there is %s server in `%s`" % ("more than one" if known else "no", found.venv),
+            "name one with `--port`: %s" % ", ".join(known) if known else "start one with `ddtree-deploy launch`",
+        )
     return known[0]

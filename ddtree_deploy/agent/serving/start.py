@@ -36,7 +36,21 @@ CACHES = {
     "DG_JIT_CACHE_DIR": "deep_gemm",
     "TVM_FFI_CACHE_DIR": "tvm_ffi",
 }
-_DROPPED = ("SSH_", "DDTREE_", "SUDO_", "XDG_SESSION", "OLDPWD", "PWD", "SHLVL", "_", "LS_COLORS", "TERM", "PYTHON", "VIRTUAL_ENV", "PYTEST_")
+_DROPPED = (
+    "SSH_",
+    "DDTREE_",
+    "SUDO_",
+    "XDG_SESSION",
+    "OLDPWD",
+    "PWD",
+    "SHLVL",
+    "_",
+    "LS_COLORS",
+    "TERM",
+    "PYTHON",
+    "VIRTUAL_ENV",
+    "PYTEST_",
+)
 
 
 def jit(found: layout.Layout, live: int | None) -> str:
@@ -44,7 +58,9 @@ def jit(found: layout.Layout, live: int | None) -> str:
     return os.path.join(found.state, "jit") if live is None else os.path.join(found.directory(live), "jit")
 
 
-def environment(found: layout.Layout, tree: str, caches: str, wish: dict[str, Any], more: str, account: pwd.struct_passwd) -> dict[str, str]:
+def environment(
+    found: layout.Layout, tree: str, caches: str, wish: dict[str, Any], more: str, account: pwd.struct_passwd
+) -> dict[str, str]:
     """Return the server's environment: this login's, the generation first on PYTHONPATH, caches of its own, the wish above all."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)}
     env.update(HOME=account.pw_dir, USER=account.pw_name, LOGNAME=account.pw_name, VIRTUAL_ENV=found.venv)
@@ -61,7 +77,9 @@ def user(name: str) -> pwd.struct_passwd:
     try:
         account = pwd.getpwnam(name) if name else pwd.getpwuid(os.getuid())
     except KeyError:
-        raise Failure("usage", "there is no user `%s` on the host" % (name or os.getuid()), "correct `service_user` in ddtree.toml") from None
+        raise Failure(
+            "usage", "there is no user `%s` on the host" % (name or os.getuid()), "correct `service_user` in ddtree.toml"
+        ) from None
     if os.getuid() not in (0, account.pw_uid):
         raise Failure("usage", "only root can start a server as `%s`" % name, "connect as root or as `%s`" % name)
     return account
@@ -116,15 +134,16 @@ def start(_session: Session, header: dict[str, Any], value: dict[str, Any] | Non
         os.close(turn)
 
 
-def _start(
-    header: dict[str, Any], value: dict[str, Any] | None, found: layout.Layout, name: str, where: str
-) -> dict[str, Any]:
+def _start(header: dict[str, Any], value: dict[str, Any] | None, found: layout.Layout, name: str, where: str) -> dict[str, Any]:
     before = place.describe(found, name)
     if before and (before["supervised"] or before["processes"]):
         who = (before["launch"] or {}).get("who") or "somebody"
-        raise Failure("busy", "the server `%s` is there already: %s since its launch by %s at %s"
-                      % (name, before["phase"], who, (before["launch"] or {}).get("started")),
-                      "see `ddtree-deploy status`; `stop` it first, or take another `--port`")
+        raise Failure(
+            "busy",
+            "the server `%s` is there already: %s since its launch by %s at %s"
+            % (name, before["phase"], who, (before["launch"] or {}).get("started")),
+            "see `ddtree-deploy status`; `stop` it first, or take another `--port`",
+        )
     wish = value or place.read(where, "launch.json").get("wish")
     if not wish:
         raise Failure("usage", "there is no launch of `%s` to repeat" % name, "start it with `ddtree-deploy launch`")
@@ -144,11 +163,24 @@ def _start(
     more = sources(found, str(wish.get("sources") or ""), wish.get("code") or {})
     wish = {**wish, "code": None}
     launch = {
-        "id": uuid.uuid4().hex, "name": name, "wish": wish, "generation": live, "tree": tree,
-        "argv": [os.path.join(found.venv, "bin", "python"), *wish["tail"]], "cwd": run,
-        "url": "http://%s:%d" % (ports.address(listen), port), "who": header.get("who", ""), "started": locks.utc(),
-        "restart": wish.get("restart", "on-failure"), "most": RESTARTS, "window": WINDOW, "drain": float(wish.get("drain", 30)),
-        "log_bytes": int(wish.get("log_bytes") or LOG_BYTES), "log_files": LOG_FILES, "gpus": gpus.seen(), "user": account.pw_name,
+        "id": uuid.uuid4().hex,
+        "name": name,
+        "wish": wish,
+        "generation": live,
+        "tree": tree,
+        "argv": [os.path.join(found.venv, "bin", "python"), *wish["tail"]],
+        "cwd": run,
+        "url": "http://%s:%d" % (ports.address(listen), port),
+        "who": header.get("who", ""),
+        "started": locks.utc(),
+        "restart": wish.get("restart", "on-failure"),
+        "most": RESTARTS,
+        "window": WINDOW,
+        "drain": float(wish.get("drain", 30)),
+        "log_bytes": int(wish.get("log_bytes") or LOG_BYTES),
+        "log_files": LOG_FILES,
+        "gpus": gpus.seen(),
+        "user": account.pw_name,
     }
     env = environment(found, tree, caches, wish, more, account)
     launch["env"] = {**env, supervisor.MARK: launch["id"]}
@@ -211,10 +243,25 @@ def _begin(where: str, unit: str, launch: str) -> None:
     try:
         if unit:
             begun = subprocess.run(
-                ["systemd-run", "--quiet", "--collect", "--unit=" + unit, "--description=DDTree server (ddtree-deploy)",
-                 "--property=KillMode=mixed", "--property=TimeoutStopSec=infinity", "--property=Restart=on-failure",
-                 "--property=RestartSec=2", "--property=LimitNOFILE=1048576", "--property=OOMPolicy=continue", *argv],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False, timeout=60,
+                [
+                    "systemd-run",
+                    "--quiet",
+                    "--collect",
+                    "--unit=" + unit,
+                    "--description=DDTree server (ddtree-deploy)",
+                    "--property=KillMode=mixed",
+                    "--property=TimeoutStopSec=infinity",
+                    "--property=Restart=on-failure",
+                    "--property=RestartSec=2",
+                    "--property=LimitNOFILE=1048576",
+                    "--property=OOMPolicy=continue",
+                    *argv,
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                check=False,
+                timeout=60,
             )
             ended = (lambda: begun.returncode or None) if begun.returncode else (lambda: None)
         else:

@@ -48,8 +48,13 @@ def stop(session: Session, header: dict[str, Any], _value: object) -> dict[str, 
     wish = launch["wish"]
     back = gpus.back(launch.get("gpus") or [], SLACK, MEMORY_SECONDS)
     answer = {
-        "name": name, "was": described["phase"], "seconds": time.monotonic() - began, "killed": len(killed),
-        "left": marked(launch["id"]), "port_free": ports.is_free(wish["listen"], int(wish["port"])), "gpus": back,
+        "name": name,
+        "was": described["phase"],
+        "seconds": time.monotonic() - began,
+        "killed": len(killed),
+        "left": marked(launch["id"]),
+        "port_free": ports.is_free(wish["listen"], int(wish["port"])),
+        "gpus": back,
     }
     if described["phase"] not in ("stopped", "failed"):
         state = place.read(where, "state.json")

@@ -142,8 +142,14 @@ class Supervisor:
             who = {"user": launch["uid"], "group": launch["gid"], "extra_groups": launch["groups"]}
         try:
             self.child = subprocess.Popen(
-                launch["argv"], env=launch["env"], cwd=launch["cwd"], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, **who
+                launch["argv"],
+                env=launch["env"],
+                cwd=launch["cwd"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                **who,
             )
         except (OSError, subprocess.SubprocessError) as error:
             self.say("cannot start the server: %s" % error)
