@@ -52,8 +52,10 @@ def _number(path: str, live: int | None) -> int | None:
 
 
 def status(host: Host, emit: Emit = ignore) -> Status:
-    """Return what is live on a host and what was changed by hand since it went live."""
-    with Session(host, writable=False, emit=emit) as session:
+    """Return what is live on a host, what was changed by hand since it went live, and the servers that were launched from it."""
+    from ddtree_deploy.launch.lifecycle import looked, open_session
+
+    with open_session(host, writable=False, emit=emit) as session:
         seen = _look(session)
         fields = seen.fields
         if not fields["inspect"].get("exists"):
@@ -75,6 +77,7 @@ def status(host: Host, emit: Emit = ignore) -> Status:
             lock=fields["lock"],
             uses=_uses(session, live),
             packages=tuple((name, version) for name, version in info.get("packages", [])),
+            servers=looked(session),
             overlay=info.get("overlay", ""),
         )
 

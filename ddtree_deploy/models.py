@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from ddtree_deploy.abi import Verdict
+    from ddtree_deploy.launch.models import Server
 
 STOCK, PATCHED, UNOWNED = "stock", "patched", "unowned"
 
@@ -311,6 +312,7 @@ class Status:
     lock: Mapping[str, Any] | None
     uses: tuple[Use, ...]
     packages: tuple[tuple[str, str], ...] = ()
+    servers: tuple[Server, ...] = ()
     overlay: str = ""
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ddtree_deploy.models import PATCHED, UNOWNED
 from ddtree_deploy.overlay import carried
 from ddtree_deploy.render import as_json
+from ddtree_deploy.render.launch import server_lines
 from ddtree_deploy.render.plan_views import use_lines
 from ddtree_deploy.render.proof_views import import_lines
 from ddtree_deploy.render.table import columns
@@ -247,6 +248,8 @@ def status(ui: Ui, status: Status) -> None:
     ui.data(f"lock      {'held by ' + holder(status.lock) if status.lock else 'free'}")
     for line in use_lines(status.uses) or ["not in use by a process"]:
         ui.data(f"process   {line}")
+    for line, style in server_lines(status.servers):
+        ui.data(line, style)
     if status.packages and not ui.verbose:
         ui.data(f"packages  {len(status.packages)} (-v lists them)")
     for name, version in status.packages if ui.verbose else ():
