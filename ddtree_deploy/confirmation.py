@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from ddtree_deploy.errors import DeployError, HostUnreachable, RestoreUnconfirmed, RevertedAfterFailure
+from ddtree_deploy.errors import DeployError, HostUnreachable, IntegrityFailure, RestoreUnconfirmed, RevertedAfterFailure
 from ddtree_deploy.events import Emit, Note, Step
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.session import Session
@@ -53,6 +53,8 @@ def outcome_after_loss(host: Host, tx: str, previous: int | None, seconds: float
         except HostUnreachable:
             time.sleep(2.0)
             continue
+        except IntegrityFailure:
+            break  # it answers, but not what an agent of ours would: nothing that it says is known to be true
         for entry in seen.value["ledger"]:
             if entry.get("tx") == tx and entry.get("event") == "reverted":
                 message = f"`{host.name}` went back by itself: the connection broke after the switch"

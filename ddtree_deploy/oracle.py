@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from packaging.utils import canonicalize_name
 
 from ddtree_deploy import abi
 from ddtree_deploy.agent import durable
+from ddtree_deploy.errors import IntegrityFailure
 from ddtree_deploy.events import Note, Step
 from ddtree_deploy.models import Check, FileEntry, Manifest
 from ddtree_deploy.session import Session
@@ -32,6 +34,16 @@ class Choice:
     verdict: abi.Verdict | None
 
 
+@contextmanager
+def _facts_of(name: str) -> Iterator[None]:
+    """Turn what malformed facts do to the code that reads them into IntegrityFailure: they came from a host."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, zlib.error) as error:
+        message = f"the facts about the shared objects of `{name}` are malformed"
+        raise IntegrityFailure(message, causes=(f"{type(error).__name__}: {error}",)) from error
+
+
 def remember(session: Session, store: Store, snapshot_id: str) -> None:
     """Keep the source's ABI facts beside a snapshot (they are no part of its identity)."""
     path = store.root / "abi" / f"{snapshot_id}.json.z"
@@ -49,14 +61,16 @@ def recall(store: Store, snapshot_id: str) -> abi.Site | None:
         data = (store.root / "abi" / f"{snapshot_id}.json.z").read_bytes()
     except FileNotFoundError:
         return None
-    return abi.load(json.loads(zlib.decompress(data)), f"snapshot {snapshot_id[:7]}")
+    with _facts_of(f"snapshot {snapshot_id[:7]}"):
+        return abi.load(json.loads(zlib.decompress(data)), f"snapshot {snapshot_id[:7]}")
 
 
 def target_site(session: Session, sonames: Sequence[str] = ()) -> abi.Site:
     """Return the target's side: its tree, its system libraries, its driver and GPUs, as they are now."""
     session.emit(Step(session.host.name, "read the shared objects"))
     facts = session.ask("abi", list(sonames), venv=session.host.venv, env=dict(session.host.service_env)).value
-    return abi.load(facts, session.host.name)
+    with _facts_of(session.host.name):
+        return abi.load(facts, session.host.name)
 
 
 def choose(
@@ -83,16 +97,20 @@ def choose(
         if any(entry.path.rpartition("/")[2].count(".so") for entry in snapshot.files):
             session.emit(Note(session.host.name, "the snapshot has no ABI facts: take it again to have the push judged", "warn"))
         return Choice(tuple(sorted(only)) or None, {}, {}, None)
-    target = target_site(session, abi.wanted([source]))
+    with _facts_of(f"snapshot {snapshot_id[:7]}"):
+        sonames = abi.wanted([source])
+    target = target_site(session, sonames)
     whole = not only and (not asked or empty_target)
     why: dict[str, str] = {}
     if whole:
         asked = everything
     elif not only:
-        solution = abi.smallest_set(source, target, asked)
+        with _facts_of(session.host.name):
+            solution = abi.smallest_set(source, target, asked)
         why = {step.name: step.text for step in solution.steps}
         asked |= set(solution.names)
-    verdict = abi.judge(source, target, asked, allow)
+    with _facts_of(session.host.name):
+        verdict = abi.judge(source, target, asked, allow)
     removed = {name: reason for name, _version, reason in verdict.removed}
     spelled = {_key(d.name): d.name for d in snapshot.distributions}
     names = None if whole else tuple(sorted(spelled[key] for key in asked if key in spelled))
@@ -128,7 +146,9 @@ def unchanged(generation: int) -> tuple[Check, ...]:
 
 def link_checks(session: Session) -> tuple[Check, ...]:
     """Judge the live tree as it stands (`verify --level link`)."""
-    verdict = abi.inspect(target_site(session))
+    site = target_site(session)
+    with _facts_of(session.host.name):
+        verdict = abi.inspect(site)
     found = tuple(check for check in verdict.checks if check.level != "ok")
     return found or (Check("link", "ok", "every shared object finds what it needs"),)
 
@@ -136,4 +156,5 @@ def link_checks(session: Session) -> tuple[Check, ...]:
 def gpu_checks(session: Session) -> tuple[Check, ...]:
     """Run one tiny operation per extension on every GPU (`verify --level gpu`); a host without GPUs skips it, and says so."""
     answer = session.ask("gpu", venv=session.host.venv, env=dict(session.host.service_env), patience=900.0).value
-    return abi.gpu_checks(answer)
+    with _facts_of(session.host.name):
+        return abi.gpu_checks(answer)

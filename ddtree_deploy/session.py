@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import queue
 import threading
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
+from ddtree_deploy import answers
 from ddtree_deploy.agent import PROTOCOL, frames, objects
 from ddtree_deploy.errors import BY_KIND, DeployError, HostUnreachable, IntegrityFailure, Interrupted
 from ddtree_deploy.events import Emit, Note, Progress, ignore
@@ -22,6 +24,10 @@ from ddtree_deploy.hosts.connect import connector
 PING_SECONDS = 15.0
 SILENCE_SECONDS = 50.0
 HELLO_SECONDS = 45.0
+#: A host that takes nothing off the line for so long, while it has something to take, is given up.
+STALL_SECONDS = 600.0
+#: Answers that wait to be looked at. Progress beyond it is dropped; an honest agent has one answer at a time.
+MAX_WAITING = 64
 
 # Tried in order on the host: the first that is Python 3.9 or later runs the agent.
 _PYTHONS = ("python3", "python3.12", "python3.11", "python3.13", "python3.10", "python3.9", "/usr/bin/python3")
@@ -45,6 +51,12 @@ sys.path.insert(0, "/proc/self/fd/%d" % fd)
 from ddtree_deploy.agent.main import main
 main(fd)
 """
+
+_MEND = "the host, or something between, is not what it was: look at it before you trust it"
+_PROGRESS = answers.row(answers.text, answers.number, answers.number, answers.text, answers.text)
+_ERROR = answers.fields(
+    {"mend": answers.maybe(answers.text), "causes": answers.maybe(answers.each(answers.text))}, kind=answers.text, message=answers.text
+)
 
 
 @functools.cache
@@ -90,7 +102,10 @@ class Session:
         self._replies: queue.SimpleQueue[tuple[dict[str, Any], bytes] | Exception] = queue.SimpleQueue()
         self._number = 0
         self._write_lock = threading.Lock()
-        self._heard = time.monotonic()
+        self._pulse = frames.Pulse()
+        self._open = 0  # the request that may be answered
+        self._sending = False
+        self._moved = time.monotonic()  # when a write got further
         self._closed = threading.Event()
         self._greeted = False
         self._channel = self._start()
@@ -137,12 +152,11 @@ class Session:
 
     def _write(self, data: bytes) -> None:
         fd = self._channel.stdin_fd
-        if fd is not None:
-            frames.write_all(fd, data)
-            return
         view = memoryview(data)
+        self._moved = time.monotonic()
         while view:
-            view = view[self._channel.stdin.write(view) or 0 :]
+            view = view[(os.write(fd, view) if fd is not None else self._channel.stdin.write(view)) or 0 :]
+            self._moved = time.monotonic()
 
     def _read_loop(self) -> None:
         fd = self._channel.stdout_fd
@@ -152,29 +166,47 @@ class Session:
 
         def readinto(view: memoryview) -> int:
             count = raw(view)
-            self._heard = time.monotonic()
+            self._pulse.moved(count)
             return count
 
         reader = frames.Reader(readinto)
         try:
             while True:
                 header, _size = reader.header()
+                self._pulse.beat()
                 if "objects" in header and self.sink is not None:
                     self.sink.receive(reader, header)
                 elif "pong" in header:
                     reader.take(0)
+                elif "progress" in header:
+                    reader.take(0)
+                    if self._replies.qsize() < MAX_WAITING:
+                        self._replies.put((header, b""))
+                elif header.get("re") is None:  # `hello`, or what made the agent leave
+                    reader.take(0)
+                    self._deliver(header, b"")
                 else:
-                    self._replies.put((header, reader.take()))
-        except (frames.Closed, OSError, ValueError) as error:
+                    # One answer to each request: whatever else comes would only fill the memory.
+                    if header["re"] != self._open:
+                        raise frames.ProtocolError("an answer that nobody asked for")
+                    payload = reader.take()
+                    self._open = 0
+                    self._deliver(header, payload)
+                self._pulse.beat()
+        except Exception as error:  # whoever waits for an answer must hear of it
             self._replies.put(error)
-        except frames.ProtocolError as error:
-            self._replies.put(error)
+
+    def _deliver(self, header: dict[str, Any], payload: bytes) -> None:
+        if self._replies.qsize() > 2 * MAX_WAITING:
+            raise frames.ProtocolError("more messages than anybody asked for")
+        self._replies.put((header, payload))
 
     def _ping_loop(self) -> None:
         data = frames.encode({"op": "ping"})
         last = time.monotonic()
         while not self._closed.wait(1.0):
-            if self._greeted and time.monotonic() - self._heard > SILENCE_SECONDS:
+            silent = self._greeted and time.monotonic() - self._pulse.at > SILENCE_SECONDS
+            if silent or (self._sending and time.monotonic() - self._moved > STALL_SECONDS):
                 # Whatever waits on this channel wakes up with an error.
                 self._channel.close()
                 return
@@ -193,16 +225,18 @@ class Session:
         except queue.Empty:
             raise HostUnreachable(f"`{self.host.name}` does not answer: nothing came for {timeout:.0f} s") from None
         if isinstance(item, frames.ProtocolError):
-            raise IntegrityFailure(f"`{self.host.name}` sent something that is not ours: {item}") from item
-        if isinstance(item, Exception):
+            raise IntegrityFailure(f"`{self.host.name}` sent something that is not ours: {item}", mend=_MEND) from item
+        if isinstance(item, (frames.Closed, OSError, ValueError)):
             raise self._lost() from item
+        if isinstance(item, Exception):
+            raise item
         return item
 
     def _lost(self) -> Exception:
         if not self._greeted:
             return self._channel.failure()
         mend = "run the same command again: it resumes"
-        if time.monotonic() - self._heard > SILENCE_SECONDS:
+        if time.monotonic() - self._pulse.at > SILENCE_SECONDS:
             return HostUnreachable(f"`{self.host.name}` went silent for {SILENCE_SECONDS:.0f} s", mend=mend)
         tail = self._channel.stderr_tail()
         causes = tuple(tail.splitlines()[-5:])
@@ -216,9 +250,10 @@ class Session:
             header, _payload = self._next(HELLO_SECONDS)
             for text in self._channel.notices():
                 self.emit(Note(self.host.name, text, "warn"))
-            self.hello = header.get("hello", {})
-            if self.hello.get("protocol") != PROTOCOL:
-                raise IntegrityFailure(f"`{self.host.name}` speaks another protocol: {header!r:.80}")
+            hello = header.get("hello")
+            if not isinstance(hello, dict) or hello.get("protocol") != PROTOCOL:
+                raise IntegrityFailure(f"`{self.host.name}` speaks another protocol: {str(header)[:80]!r}", mend=_MEND)
+            self.hello = hello
             self._greeted = True
             python, user = self.hello.get("python"), self.hello.get("user")
             self.emit(Note(self.host.name, f"agent runs under python {python} as {user}", "debug"))
@@ -227,35 +262,51 @@ class Session:
     def ask(self, op: str, value: Any = None, *, patience: float = 600.0, **fields: Any) -> Reply:
         """Send a request and return its answer; progress goes to `emit`.
 
-        Raises the DeployError that the agent names, HostUnreachable when the line breaks or nothing at all is heard for
-        `patience` seconds (pings do not count), IntegrityFailure when a payload is not what its digest says.
+        Raises the DeployError that the agent names, HostUnreachable when the line breaks or nothing new is heard for
+        `patience` seconds (pings and progress that stands still do not count), IntegrityFailure when a payload is not what its
+        digest says, or an answer has not the shape that it must have (`answers`).
         """
         self.greet()
         self._number += 1
         number = self._number
         extra, payload = frames.pack(value) if value is not None else ({}, b"")
         self.emit(Note(self.host.name, f"ask {op} {fields}", "debug"))
+        self._open = number
+        last, deadline = None, time.monotonic() + patience
         self._send(frames.encode({"op": op, "id": number, **fields, **extra}, len(payload)) + payload)
         while True:
-            header, body = self._next(patience)
+            header, body = self._next(max(0.0, deadline - time.monotonic()))
             if "progress" in header:
+                if not _PROGRESS(header["progress"]):
+                    raise self._misshapen(op)
                 what, done, total, unit, item = header["progress"]
+                if (what, done) != last:
+                    last, deadline = (what, done), time.monotonic() + patience
                 self.emit(Progress(self.host.name, what, done, total, unit, item))
                 continue
-            if not header.get("ok", True):
-                raise self._failure(header.get("error", {}))
+            if header.get("ok") is not True:
+                raise self._failure(header.get("error"))
             if header.get("re") == number:
                 try:
-                    return Reply(header, frames.unpack(header, body) if "sha256" in header else None)
+                    value = frames.unpack(header, body) if "sha256" in header else None
                 except frames.ProtocolError as error:
                     raise IntegrityFailure(f"an answer of `{self.host.name}` was damaged: {error}") from error
+                if not answers.matches(op, header, value):
+                    raise self._misshapen(op)
+                return Reply(header, value)
+
+    def _misshapen(self, op: str) -> DeployError:
+        return IntegrityFailure(f"`{self.host.name}` answered `{op}` with something else than an answer", mend=_MEND)
 
     def _send(self, data: bytes) -> None:
         try:
             with self._write_lock:
+                self._sending, self._moved = True, time.monotonic()
                 self._write(data)
         except (OSError, ValueError) as error:
             raise self._broken() from error
+        finally:
+            self._sending = False
 
     def _broken(self) -> Exception:
         # The agent may have said why before it went.
@@ -268,13 +319,14 @@ class Session:
             if isinstance(item, Exception):
                 break
             if not item[0].get("ok", True):
-                return self._failure(item[0].get("error", {}))
+                return self._failure(item[0].get("error"))
         return self._lost()
 
-    def _failure(self, error: dict[str, Any]) -> DeployError:
-        kind = BY_KIND.get(str(error.get("kind")), DeployError)
-        message = str(error.get("message", "the agent failed without a word"))
-        return kind(f"{self.host.name}: {message}", mend=error.get("mend") or None, causes=tuple(map(str, error.get("causes") or ())))
+    def _failure(self, error: Any) -> DeployError:
+        if not _ERROR(error):
+            return self._misshapen("a request")
+        kind = BY_KIND.get(error["kind"], DeployError)
+        return kind(f"{self.host.name}: {error['message']}", mend=error.get("mend") or None, causes=tuple(error.get("causes") or ()))
 
     def send_objects(
         self,
@@ -295,9 +347,12 @@ class Session:
                 self._raise_pending()
             try:
                 with self._write_lock:
+                    self._sending, self._moved = True, time.monotonic()
                     short += objects.send_batch(batch, {"op": "objects"}, open_item, self._write, self._channel.stdin_fd, sizes)
             except (OSError, ValueError) as error:
                 raise self._broken() from error
+            finally:
+                self._sending = False
             moved(sum(sizes.get(item[0], item[1]) for item in batch))
         return short
 
@@ -306,4 +361,4 @@ class Session:
         if isinstance(item, Exception):
             raise self._lost() from item
         if not item[0].get("ok", True):
-            raise self._failure(item[0].get("error", {}))
+            raise self._failure(item[0].get("error"))

@@ -8,7 +8,7 @@ from typing import Any
 from ddtree_deploy.errors import SourceDrift
 from ddtree_deploy.events import Emit, Note, Progress, Step, ignore
 from ddtree_deploy.hosts.base import Host
-from ddtree_deploy.manifest import encode, identity, python_facts
+from ddtree_deploy.manifest import decode, encode, identity, python_facts
 from ddtree_deploy.models import Distribution, FileEntry, Finding, ImportProof, Manifest, ServerCapture, Taken
 from ddtree_deploy.origins import DRIFT, Classified
 from ddtree_deploy.session import Session
@@ -50,9 +50,12 @@ def take(
             if attempt == ATTEMPTS - 1:
                 raise SourceDrift(f"`{host.name}` keeps changing while it is read", causes=tuple(stale[:10]))
         manifest = _manifest(host, seen, found)
+        data = encode(manifest)
+        if not (store.snapshots / f"{identity(data)}.json").exists():
+            decode(data)  # what the store holds can be read back, whatever a host says
         proof = _prove(session, store, manifest, host) if probe else {}
         # Before the snapshot counts: one without these facts could not be judged later, when its host may be gone.
-        remember(session, store, identity(encode(manifest)))
+        remember(session, store, identity(data))
         ref = store.add(manifest, label, proof=proof or None)
     failures = tuple(import_proof(row) for row in store.proof(ref.id).get("imports", []) if not row["ok"])
     return Taken(ref, manifest, new_objects, new_bytes, seen.hashed, seen.vouched, failures)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree_deploy.agent.paths import HostilePath, parse
+from ddtree_deploy.errors import IntegrityFailure
 from ddtree_deploy.events import Step
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.manifest import python_facts
@@ -61,7 +62,9 @@ def survey(session: Session, store: Store, *, unless: Sequence[Any] | None = Non
     reply = session.ask("scan", venv=host.venv, unless=list(unless) if unless else None, knows=knows)
     if reply.fields["same"]:
         return Survey(reply.fields, {}, {})
-    if "files" not in reply.value:
+    if reply.value is None or "files" not in reply.value:
+        if reply.value is None or reply.fields["info"].get("result") not in knows:
+            raise IntegrityFailure(f"`{host.name}` left out a tree that nobody said to know")
         return Survey(reply.fields, reply.value, {}, tree=store.tree(reply.fields["info"]["result"]))
     cache = store.stat_cache(key(host))
     stamps = load_stamps(cache)

@@ -397,7 +397,7 @@ class _Push:
             tx, generation, previous = done["tx"], done["generation"], done["previous"]
             with self.clock("imports"):
                 rows = self.ask("probe-live", modules, confirm_timeout=self.options.confirm_timeout, **self._probing()).value
-        except HostUnreachable as error:
+        except (HostUnreachable, IntegrityFailure) as error:
             raise outcome_after_loss(self.host, self.tx, self.plan.base_generation, budget, self.emit, error) from error
         staged = {proof.module: proof for proof in self.proofs[-1].imports or ()}
         proofs = Proofs(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import struct
+import time
 import zlib
 
 TYPE_CHECKING = False
@@ -16,10 +17,14 @@ if TYPE_CHECKING:
     ReadInto = Callable[[memoryview], int]
 
 _PREFIX = struct.Struct(">IQ")
-MAX_HEADER = 64 << 20
-#: Structured payloads (file lists, manifests) are bounded; object payloads are streamed and need no bound.
-MAX_STRUCTURED = 1 << 30
+MAX_HEADER = 1 << 20
+#: Structured payloads (file lists, manifests) are bounded, in bytes of JSON and in values, of which a million files have eleven
+#: million; object payloads are streamed and need no bound.
+MAX_STRUCTURED = 1 << 29
+MAX_VALUES = 1 << 24
 CHUNK = 1 << 20
+#: So many bytes of an unfinished frame are a sign of life; fewer are not, or a peer could hold a connection with a byte a minute.
+STEP = 1 << 16
 
 
 class ProtocolError(Exception):
@@ -32,6 +37,39 @@ class Closed(Exception):
     def __init__(self, clean: bool) -> None:
         super().__init__("the other side closed the connection")
         self.clean = clean
+
+
+class Pulse:
+    """When the other side last finished a frame, or got `STEP` bytes further with one (`at`, in monotonic seconds)."""
+
+    def __init__(self) -> None:
+        self.beat()
+
+    def beat(self) -> None:
+        self.at = time.monotonic()
+        self._bytes = 0
+
+    def moved(self, count: int) -> None:
+        self._bytes += count
+        if self._bytes >= STEP:
+            self.beat()
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if value - value:
+        raise ValueError("a number that is not finite: %s" % text)
+    return value
+
+
+def loads(text: bytes) -> Any:
+    """Return the value of a JSON text of a peer; raise ProtocolError when it is malformed, not finite, or absurdly large or deep."""
+    if sum(map(text.count, (b",", b"[", b"{", b":"))) > MAX_VALUES:
+        raise ProtocolError("a text of more than %d values" % MAX_VALUES)
+    try:
+        return json.loads(text, parse_float=_number, parse_constant=_number)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError("a malformed text: %s" % error) from None
 
 
 def encode(header: Mapping[str, object], payload_size: int = 0) -> bytes:
@@ -55,9 +93,9 @@ def unpack(header: Mapping[str, object], payload: bytes) -> Any:
         text = inflater.decompress(payload, MAX_STRUCTURED)
         if inflater.unconsumed_tail:
             raise ProtocolError("a structured payload inflates beyond %d bytes" % MAX_STRUCTURED)
-        return json.loads(text)
-    except (zlib.error, ValueError, RecursionError) as error:
+    except zlib.error as error:
         raise ProtocolError("a structured payload is malformed: %s" % error) from None
+    return loads(text)
 
 
 class Reader:
@@ -85,10 +123,7 @@ class Reader:
         size, payload = _PREFIX.unpack(self._exactly(_PREFIX.size, clean_at_start=True))
         if size > MAX_HEADER:
             raise ProtocolError("a frame header of %d bytes" % size)
-        try:
-            header = json.loads(bytes(self._exactly(size)))
-        except (ValueError, RecursionError):
-            raise ProtocolError("a frame header is not JSON") from None
+        header = loads(bytes(self._exactly(size)))
         if not isinstance(header, dict):
             raise ProtocolError("a frame header is not an object")
         self.left = payload

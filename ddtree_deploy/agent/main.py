@@ -42,7 +42,7 @@ class Session:
         #: The newest scan: root, entries, directories, fingerprint.
         self.walked: tuple[str, list[Entry], dict[str, int], str] | None = None
         self.current: int | None = None
-        self.last_heard = time.monotonic()
+        self.pulse = frames.Pulse()
         self._aborted = threading.Event()
         self._out = threading.Lock()
         self._last_progress = 0.0
@@ -50,10 +50,12 @@ class Session:
 
     def _read(self, view: memoryview) -> int:
         count = os.readv(self.fd_in, [view])
-        self.last_heard = time.monotonic()
-        if self.last_heard - self._last_sign > SIGN_OF_LIFE:
+        if self._aborted.is_set():
+            return 0  # the lease ran out in the middle of a frame: the rest is not waited for
+        self.pulse.moved(count)
+        if self.pulse.at - self._last_sign > SIGN_OF_LIFE:
             # A large object may take minutes to arrive; the controller must not take that for silence.
-            self._last_sign = self.last_heard
+            self._last_sign = self.pulse.at
             self.send({"pong": True})
         return count
 
@@ -148,7 +150,7 @@ def _work(session: Session, requests: Requests) -> None:
 
 def _watch(session: Session, lease: float) -> None:
     while not session.wait_aborted(1.0):
-        if time.monotonic() - session.last_heard > lease:
+        if time.monotonic() - session.pulse.at > lease:
             session.abort()
     # The worker gets the time to undo its step; a step that hangs does not keep the host's lock for ever.
     time.sleep(20)
@@ -165,7 +167,9 @@ def serve(fd_in: int, fd_out: int, read_only: bool = False, zip_fd: int = -1, le
     status = 0
     try:
         while not session.aborted():
+            session.pulse.beat()
             header, _size = session.reader.header()
+            session.pulse.beat()
             op = header.get("op")
             if op == "objects":
                 writes.receive(session, header)

@@ -76,6 +76,10 @@ def begin(session: Session, header: dict[str, Any], _value: object) -> dict[str,
     if os.stat(found.venv).st_dev != os.stat(os.path.dirname(found.site)).st_dev:
         raise Failure("incompatible", "`%s` and its site-packages are on different file systems" % found.venv,
                       mend="a switch is one rename and needs both on one file system")
+    for place in (found.state, found.generations, found.incoming):
+        if os.path.islink(place):
+            # What is below them is cleared without asking, so they must be ours.
+            raise Failure("integrity", "`%s` is a link" % place, mend="put a directory in its place, or remove it")
     os.makedirs(found.generations, exist_ok=True)
     who = {"who": str(header.get("who", "unknown")), "what": str(header.get("what", "push")), "snapshot": header.get("snapshot", "")}
     lock_fd = locks.acquire(found, who, float(header.get("lock_wait", 0)), session.aborted)
