@@ -29,9 +29,12 @@ FIRST_PROCESS = r"""
 set -e
 cd "$LAB_DIR"
 mkdir disk root
-truncate -s "${LAB_MIB}M" image
-mkfs.ext4 -q -E lazy_itable_init=1,lazy_journal_init=1,nodiscard image
-mount -o loop image disk 2>/dev/null || mount -t tmpfs -o "size=${LAB_MIB}M" lab disk
+if [ -z "$LAB_RAM" ]; then
+    truncate -s "${LAB_MIB}M" image
+    mkfs.ext4 -q -E lazy_itable_init=1,lazy_journal_init=1,nodiscard image
+    mount -o loop image disk 2>/dev/null || LAB_RAM=1
+fi
+[ -z "$LAB_RAM" ] || mount -t tmpfs -o "size=${LAB_MIB}M" lab disk
 mkdir -p disk/upper disk/work disk/srv/home
 mount -t overlay overlay -o lowerdir=/,upperdir=disk/upper,workdir=disk/work root
 mkdir -p root/srv root/mnt/lab
@@ -44,7 +47,12 @@ mkdir root/run/sshd
 sed -i 's|^\(root:[^:]*:[^:]*:[^:]*:[^:]*\):[^:]*:|\1:/srv/home:|' root/etc/passwd
 hostname "$LAB_NAME"
 touch ready
-exec chroot root /bin/sh -c 'while :; do sleep 86400 & wait $!; done'
+# A machine that makes namespaces of its own needs a root that is its mount namespace's root, too.
+cd root
+mkdir -p .outside
+pivot_root . .outside
+umount -l .outside
+exec chroot . /bin/sh -c 'while :; do sleep 86400 & wait $!; done'
 """
 
 
@@ -223,8 +231,11 @@ class Lab:
 
 
 @contextlib.contextmanager
-def two_hosts(*names: str, disk_mib: int = 20_000) -> Iterator[Lab]:
-    """Make the machines (by default `ct129` and `ct200`), each with an sshd that the controller knows and may enter."""
+def two_hosts(*names: str, disk_mib: int = 20_000, ram: bool = False) -> Iterator[Lab]:
+    """Make the machines (by default `ct129` and `ct200`), each with an sshd that the controller knows and may enter.
+
+    A machine's disk is an ext4 image of its own, or, with `ram`, a tmpfs.
+    """
     names = names or ("ct129", "ct200")
     root = Path(tempfile.mkdtemp(prefix="ddtree-lab-"))
     holders: list[subprocess.Popen[bytes]] = []
@@ -249,7 +260,7 @@ def two_hosts(*names: str, disk_mib: int = 20_000) -> Iterator[Lab]:
         config = ""
         for number, name in enumerate(names, start=2):
             (root / name).mkdir()
-            values = {"DIR": str(root / name), "MIB": str(disk_mib), "SHARE": str(lab.share), "NAME": name}
+            values = {"DIR": str(root / name), "MIB": str(disk_mib), "SHARE": str(lab.share), "NAME": name, "RAM": "1" if ram else ""}
             spaces = ["--mount", "--propagation=private", "--uts", "--ipc", "--net", "--pid", "--fork"]
             holders.append(
                 subprocess.Popen(
@@ -302,7 +313,8 @@ def _first_process(holder: subprocess.Popen[bytes], ready: Path) -> int:
 
     _until(is_ready, "a machine's root")
     first = int(Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()[0])
-    _until(lambda: os.readlink(f"/proc/{first}/root") != "/", "a machine's first process")
+    root = Path(f"/proc/{first}/root")
+    _until(lambda: (root / "mnt/lab").is_dir() and not (root / ".outside/proc").exists(), "a machine's first process")
     return first
 
 
