@@ -38,16 +38,15 @@ result = [sum(len(item.undefined) for item in site.tree.objects.values()), len(k
 """
 ARCHS = """
 import os
-from ddtree_deploy.agent import elf
-result, bytes_ = 0, 0
+from ddtree_deploy.agent import elf, fatbin
+result = 0
 for top, _, names in os.walk({tree!r}):
     for name in names:
         path = os.path.join(top, name)
         if ".so" in name and os.path.getsize(path) > 1 << 20:
             with open(path, "rb") as file:
-                facts = dict(archs=[], problems=[])
-                elf._fatbins(facts, elf._Image(file.fileno(), os.path.getsize(path)))
-                result += bool(facts["archs"])
+                archs, _problems = fatbin.architectures(elf.Image(file.fileno(), os.path.getsize(path)))
+                result += bool(archs)
 """
 OURS = """
 from ddtree_deploy.agent import elf

@@ -23,13 +23,12 @@ from ddtree_deploy.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What moves: distribution names as the snapshot spells them (None: the whole snapshot), and what must go, with reasons.
+    """What moves: distribution names as the snapshot spells them (None: the whole snapshot).
 
     `why` says of each addition which chain of needs brought it in. `verdict` is None when there was nothing to judge by.
     """
 
     names: tuple[str, ...] | None
-    removed: Mapping[str, str]
     why: Mapping[str, str]
     verdict: abi.Verdict | None
 
@@ -96,7 +95,7 @@ def choose(
     if source is None:
         if any(entry.path.rpartition("/")[2].count(".so") for entry in snapshot.files):
             session.emit(Note(session.host.name, "the snapshot has no ABI facts: take it again to have the push judged", "warn"))
-        return Choice(tuple(sorted(only)) or None, {}, {}, None)
+        return Choice(tuple(sorted(only)) or None, {}, None)
     with _facts_of(f"snapshot {snapshot_id[:7]}"):
         sonames = abi.wanted([source])
     target = target_site(session, sonames)
@@ -110,11 +109,10 @@ def choose(
         why = {step.name: step.text for step in solution.steps}
         asked |= set(solution.names)
     with _facts_of(session.host.name):
-        verdict = abi.judge(source, target, asked, allow)
-    removed = {name: reason for name, _version, reason in verdict.removed}
+        verdict = abi.judge(source, target, asked, allow, whole=whole)
     spelled = {_key(d.name): d.name for d in snapshot.distributions}
     names = None if whole else tuple(sorted(spelled[key] for key in asked if key in spelled))
-    return Choice(names, removed, {spelled.get(key, key): text for key, text in why.items()}, verdict)
+    return Choice(names, {spelled.get(key, key): text for key, text in why.items()}, verdict)
 
 
 def _key(name: str) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from packaging.utils import canonicalize_name
 
+from ddtree_deploy.composition import Part, objects, replacement
 from ddtree_deploy.errors import UsageProblem
 from ddtree_deploy.models import (
     PATCHED,
@@ -37,7 +38,6 @@ def make(
     target: Inventory,
     *,
     only: Sequence[str] = (),
-    drop: Mapping[str, str] | None = None,
     why: Mapping[str, str] | None = None,
     checks: Sequence[Check] = (),
     uses: Sequence[Use] = (),
@@ -46,15 +46,14 @@ def make(
 ) -> Plan:
     """Plan the push of a snapshot, or of the distributions `only` names, onto a target.
 
-    `drop` are distributions of the target that have to go too, with the reason; `why` says of a moved one what needs it.
+    What they replace, `composition` decides; nothing of that stays. The target's other distributions, and what nobody owns
+    outside replaced packages, are kept. `why` says of a moved one what needs it.
     With `overlays` (not None) the one for the SGLang that would result is laid over it; raises as `overlay.lay_over`.
 
-    Distributions of the snapshot replace their namesakes, and whoever else claims the same import package; nothing of those
-    stays. The target's other distributions, and what nobody owns outside replaced packages, are kept. Raises UsageProblem
-    for a name that the snapshot does not have.
+    Raises UsageProblem for a name that the snapshot does not have.
     """
     moved = chosen(snapshot.distributions, only) if only else frozenset(d.name for d in snapshot.distributions)
-    merged = _compose(snapshot, target, moved, drop or {}, whole=not only)
+    merged = _compose(snapshot, target, moved, whole=not only)
     python = target.python or snapshot.python
     files, overlay = merged.files, ""
     if overlays is not None:
@@ -113,60 +112,39 @@ class _Merged:
     replaced: Mapping[str, str]
 
 
-def _compose(snapshot: Manifest, target: Inventory, moved: frozenset[str], drop: Mapping[str, str], *, whole: bool) -> _Merged:
-    incoming = [index for index, dist in enumerate(snapshot.distributions) if dist.name in moved]
-    packages = {name for index in incoming for name in snapshot.distributions[index].packages}
-    names: set[str] = {canonicalize_name(snapshot.distributions[index].name) for index in incoming}
-    indexes = set(incoming)
-    owned = [e for e in snapshot.files if e.owner in indexes]
-    libraries = {e.path for e in owned if ".so" in e.path}
-    replaced = {**_replaced(target, names, packages, libraries), **{d.name: drop[d.name] for d in target.distributions if d.name in drop}}
+def _parts(distributions: Sequence[Distribution], files: Sequence[FileEntry]) -> list[Part]:
+    paths: dict[int, list[str]] = {}
+    for entry in files:
+        paths.setdefault(entry.owner, []).append(entry.path)
+    return [
+        Part(canonicalize_name(dist.name), f"{dist.name} {dist.shown_version}", frozenset(dist.packages), objects(paths.get(index, ())))
+        for index, dist in enumerate(distributions)
+    ]
 
-    distributions: list[Distribution] = []
+
+def _compose(snapshot: Manifest, target: Inventory, moved: frozenset[str], *, whole: bool) -> _Merged:
+    """Lay out the tree that would result, by the rules of `composition`; renumber the owners."""
+    incoming = [index for index, dist in enumerate(snapshot.distributions) if dist.name in moved]
+    rules = replacement(
+        _parts(snapshot.distributions, snapshot.files), _parts(target.distributions, target.files), incoming, whole
+    )
+    brought = [entry for entry in snapshot.files if rules.comes(entry.path, entry.owner)]
+    directories = _parents(brought)  # a file or link of the target stands where the snapshot brings a directory
+    kept = [entry for entry in target.files if entry.path not in directories and rules.stays(entry.path, entry.owner)]
+    staying = [index for index in range(len(target.distributions)) if index not in rules.gone]
     files: dict[str, FileEntry] = {}
-    gone_packages = set(packages)
-    renumber: dict[int, int] = {}
-    for index, dist in enumerate(target.distributions):
-        if dist.name in replaced:
-            gone_packages.update(dist.packages)
-            continue
-        renumber[index] = len(distributions)
-        distributions.append(dist)
-    brought = [e for e in snapshot.files if e.owner in indexes or (e.owner < 0 and (whole or travels(e, packages)))]
-    directories = _parents(brought)
-    for entry in target.files:
-        if entry.path in directories:
-            continue  # a file or link where the snapshot brings a directory
-        if entry.owner in renumber:
-            files[entry.path] = _owned_by(entry, renumber[entry.owner])
-        elif entry.owner < 0 and not (entry.path.partition("/")[0] in gone_packages and "/" in entry.path):
-            files[entry.path] = entry
-    renumber = {}
-    for index in incoming:
-        renumber[index] = len(distributions)
-        distributions.append(snapshot.distributions[index])
-    for entry in brought:
-        files[entry.path] = _owned_by(entry, renumber[entry.owner]) if entry.owner >= 0 else entry
-    return _Merged(tuple(distributions), tuple(sorted(_without_shadowed(files))), replaced)
+    for entries, order, first in ((kept, staying, 0), (brought, incoming, len(staying))):
+        number = {-1: -1} | {old: first + new for new, old in enumerate(order)}
+        files.update((entry.path, _owned_by(entry, number[entry.owner])) for entry in entries)
+    return _Merged(
+        (*(target.distributions[index] for index in staying), *(snapshot.distributions[index] for index in incoming)),
+        tuple(sorted(_without_shadowed(files))),
+        {target.distributions[index].name: found.why for index, found in rules.gone.items()},
+    )
 
 
 def _owned_by(entry: FileEntry, owner: int) -> FileEntry:
     return entry if entry.owner == owner else entry._replace(owner=owner)
-
-
-def _replaced(target: Inventory, names: set[str], packages: set[str], libraries: set[str]) -> dict[str, str]:
-    """Return the target's distributions that go, each with the reason."""
-    out: dict[str, str] = {}
-    shared = {e.owner: e.path for e in target.files if e.owner >= 0 and e.path in libraries}
-    for index, dist in enumerate(target.distributions):
-        common = sorted(packages.intersection(dist.packages))
-        if canonicalize_name(dist.name) in names:
-            out[dist.name] = ""
-        elif common:
-            out[dist.name] = f"owns `{common[0]}`, which the snapshot brings"
-        elif index in shared:
-            out[dist.name] = f"owns `{shared[index]}`, which the snapshot brings"
-    return out
 
 
 def _parents(entries: Sequence[FileEntry]) -> set[str]:

@@ -201,7 +201,7 @@ def _plan(
     )  # fmt: skip
     checks = [check for check in choice.verdict.checks if check.level != "ok"] if choice.verdict else []
     return make(
-        snapshot_id, snapshot, target, only=choice.names or (), drop=choice.removed, why=choice.why, checks=checks, uses=uses,
+        snapshot_id, snapshot, target, only=choice.names or (), why=choice.why, checks=checks, uses=uses,
         oracle=choice.verdict, overlays=options.overlays,
     ), base  # fmt: skip
 

@@ -71,9 +71,11 @@ class Case:
         return site.tree.owner(item.path[len(prefix) :]) if item.path.startswith(prefix) else None
 
 
-def make_case(source: Site, target: Site, moved: Collection[str], before: Closure | None = None, now: Closure | None = None) -> Case:
+def make_case(
+    source: Site, target: Site, moved: Collection[str], before: Closure | None = None, now: Closure | None = None, whole: bool = False
+) -> Case:
     """Compose and wrap; pass `before` and `now` when they are known already."""
-    return Case(source, target, compose(source, target, moved), before or closure(source), now or closure(target))
+    return Case(source, target, compose(source, target, moved, whole), before or closure(source), now or closure(target))
 
 
 def resolve(known: Closure, miss: Miss) -> SharedObject | None:

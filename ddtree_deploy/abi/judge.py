@@ -109,13 +109,14 @@ def judge(
     allow: Iterable[Allowance] = (),
     needed_bytes: int = 0,
     solve_set: bool = True,
+    whole: bool = False,
 ) -> Verdict:
-    """Judge pushing the distributions `moved` (normalised names) of `source` onto `target`.
+    """Judge pushing the distributions `moved` (normalised names) of `source` onto `target`; with `whole`, all of it.
 
     With `solve_set`, a verdict that blocks also carries the smallest set that would not. `needed_bytes` is what the new
     generation takes on the target's disk, when it is known.
     """
-    case = make_case(source, target, moved)
+    case = make_case(source, target, moved, whole=whole)
     evidence = gather(case, needed_bytes)
     solution = None
     if solve_set and any(item.level == BLOCK for item in evidence):

@@ -15,9 +15,10 @@ from typing import Any, TypeAlias
 
 from packaging.utils import canonicalize_name
 
+from ddtree_deploy.composition import Part, objects
+from ddtree_deploy.origins import import_packages
+
 Json: TypeAlias = Mapping[str, Any]
-# Directories that many distributions share; a file there belongs to nobody but its RECORD.
-COMMON = frozenset(["nvidia", "cuda", "lib", "lib64", "include", "bin", "share", "tests", "test", "docs", "doc", "examples", "scripts"])
 
 
 def unpack(names: Any) -> tuple[str, ...]:
@@ -82,15 +83,16 @@ class SharedObject:
     @cached_property
     def defines(self) -> frozenset[str]:
         """Names that a reference may bind to: `name` (unversioned or default) and `name@VERSION`."""
-        out = set()
-        for text in unpack(self.raw.get("defines")):
-            name, at, version = text.partition("@")
-            if not at:
+        names = unpack(self.raw.get("defines"))
+        versioned = [text for text in names if "@" in text]
+        if not versioned:  # most: torch's hundred thousand
+            return frozenset(names)
+        out = set(names).difference(versioned)
+        for text in versioned:
+            name, _, version = text.partition("@")
+            out.add(f"{name}@{version.lstrip('@')}")
+            if version.startswith("@"):
                 out.add(name)
-            else:
-                out.add(f"{name}@{version.lstrip('@')}")
-                if version.startswith("@"):
-                    out.add(name)
         return frozenset(out)
 
     @cached_property
@@ -148,28 +150,18 @@ class Dist:
 
     @cached_property
     def owns(self) -> frozenset[str]:
-        """Paths in its RECORD, relative to site-packages."""
+        """Paths in its RECORD that are there, relative to site-packages."""
         return frozenset(unpack(self.raw.get("owns")))
 
     @cached_property
-    def claims(self) -> frozenset[str]:
-        """Paths that can have one owner only: shared objects, and the `__init__.py` of top-level packages."""
-        return frozenset(path for path in self.owns if ".so" in path or _is_package(path))
-
-    @cached_property
-    def tops(self) -> frozenset[str]:
-        """Top-level directories that it owns files in."""
-        return frozenset(path.split("/", 1)[0] for path in self.owns if "/" in path)
+    def part(self) -> Part:
+        """What the rules of replacement look at."""
+        return Part(self.key, self.shown, frozenset(import_packages(sorted(self.owns))), objects(self.owns))
 
     def sample(self, kind: str) -> tuple[int, tuple[str, ...]]:
         """Return the number of files and examples for `missing` or `resized`."""
         value = self.raw.get(kind) or {}
         return int(value.get("count", 0)), tuple(value.get("examples", ()))
-
-
-def _is_package(path: str) -> bool:
-    top, _, rest = path.partition("/")
-    return rest == "__init__.py" and top not in COMMON
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +186,14 @@ class Tree:
     def owner(self, path: str) -> Dist | None:
         found = self.owners.get(path)
         return found[0] if found else None
+
+    def index(self, path: str) -> int:
+        """Return the position in `dists` of the first owner of an ELF path, -1 for nobody."""
+        return self._positions[self.owners[path][0]] if path in self.owners else -1
+
+    @cached_property
+    def _positions(self) -> Mapping[Dist, int]:
+        return {dist: position for position, dist in enumerate(self.dists)}
 
     def dist(self, key: str) -> Dist | None:
         return next((dist for dist in self.dists if dist.key == key), None)

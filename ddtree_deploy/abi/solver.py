@@ -10,10 +10,10 @@ from packaging.utils import canonicalize_name
 
 from ddtree_deploy.abi.case import BLOCK, Case, make_case, plain
 from ddtree_deploy.abi.closure import LIBRARY, SYMBOL, Closure, Miss, closure
-from ddtree_deploy.abi.compose import CUDA_SUFFIX
 from ddtree_deploy.abi.model import Dist, Site
 from ddtree_deploy.abi.rules_cuda import mixed
 from ddtree_deploy.abi.rules_tree import new_unmet
+from ddtree_deploy.composition import CUDA_SUFFIX
 
 MAX_ROUNDS = 24
 

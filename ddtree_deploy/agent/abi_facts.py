@@ -14,12 +14,15 @@ import stat
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
-from ddtree_deploy.agent import dists, elf, host_facts, torch_preload
+from ddtree_deploy.agent import dists, elf, host_facts, torch_preload, walk
+from ddtree_deploy.agent.paths import HostilePath, parse_link
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import Any
+
+    from ddtree_deploy.agent.walk import Entry
 
     Facts = dict[str, Any]
 
@@ -38,16 +41,17 @@ def collect(
     env: Mapping[str, str] | None = None,
     sonames: Sequence[str] = (),
     home: str | None = None,
+    entries: Sequence[Entry] | None = None,
 ) -> Facts:
     """Return `{"schema", "tree", "host", "system"}` for the site-packages at `root`.
 
     `python` is the venv's interpreter (default: the one that runs this); `env` is laid over this process's environment
     to give the service's; `sonames` are libraries that a snapshot from elsewhere needs, looked up here too; `home` is
-    the service user's.
+    the service user's; `entries` is a walk of `root` that was made already.
     """
     env = dict(os.environ, **(env or {}))
     home = home or os.path.expanduser("~")
-    found = tree(root)
+    found = tree(root, entries)
     host = host_facts.host(root, python, env, home)
     wanted = set(sonames)
     dirs: list[str] = []
@@ -65,11 +69,10 @@ def _packed(facts: Facts) -> Facts:
 
 
 def pack(names: list[str]) -> Any:
-    """Pack a list of strings for the wire; short lists stay readable. `abi.model.unpack` reads both."""
+    """Pack strings for the wire, best in an order that puts like by like; few stay readable. `abi.model.unpack` reads both."""
     if len(names) < 64:
         return names
-    names.sort()
-    squeeze = zlib.compressobj(3)
+    squeeze = zlib.compressobj(1)
     parts = []
     for at in range(0, len(names), 4096):  # in slices: libraries with 30 MB of symbol names exist
         text = "\n".join(names[at : at + 4096]) + ("\n" if at + 4096 < len(names) else "")
@@ -89,10 +92,10 @@ def expand(entries: Iterable[str], origin: str) -> list[str]:
     return out
 
 
-def tree(root: str) -> Facts:
+def tree(root: str, entries: Sequence[Entry] | None = None) -> Facts:
     """Return the facts of one site-packages: ELF files by relative path, distributions, torch's preloads."""
     root = os.path.realpath(root)
-    sizes, links, objects, hardlinks = _walk(root)
+    sizes, links, objects, hardlinks = _sort(root, walk.walk(root) if entries is None else entries)
     files: dict[str, Facts] = {}
     largest = sorted(objects, key=lambda path: -sizes[path])
     with ThreadPoolExecutor(READERS) as pool:
@@ -100,18 +103,20 @@ def tree(root: str) -> Facts:
             if facts["kind"] is not None or _should_be_elf(facts, path):
                 files[path] = facts
     linked = {soname for facts in files.values() for soname in facts["needed"]}
-    for path, facts in files.items():
-        if EXTENSION.search(path) and path.rsplit("/", 1)[-1] not in linked:
-            facts["defines"] = []  # nothing links against an extension module; these are megabytes of template names
-    found, owners = _distributions(root, sizes)
-    shared = sorted(path for path, who in owners.items() if len(who) > 1 and not path.endswith("__init__.py"))
-    unowned = sorted(path for path in sizes if path not in owners and ".dist-info/" not in path)
+    for path in [path for path in files if _is_extension(path) and path.rsplit("/", 1)[-1] in linked]:
+        files[path] = _packed(elf.read(os.path.join(root, path)))
+    for path, _target, _found in links:
+        if path in files:
+            files[path]["outside"] = True
+    found, owner, several = _distributions(root, sizes)
+    shared = sorted(path for path in several if not path.endswith("__init__.py"))
+    unowned = sorted(path for path in sizes if path not in owner and ".dist-info/" not in path)
     return {
         "root": root,
         "files": files,
         "dists": found,
         "unowned": {"count": len(unowned), "examples": unowned[:EXAMPLES], "elf": [p for p in unowned if p in files]},
-        "shared": {path: owners[path] for path in shared[:EXAMPLES]},
+        "shared": {path: several[path] for path in shared[:EXAMPLES]},
         "torch": dict(dists.torch_version(root), preload=torch_preload.read(root)),
         "versions": _code_versions(root),
         "pth": dists.read_pth(root),
@@ -123,7 +128,13 @@ def tree(root: str) -> Facts:
 
 
 def _object(root: str, path: str) -> Facts:
-    return _packed(elf.read(os.path.join(root, path), stamp=path.rsplit("/", 1)[-1].startswith(STAMPED)))
+    stamp = path.rsplit("/", 1)[-1].startswith(STAMPED)
+    # Nothing links against an extension module, but for a few; their exports are megabytes of template names.
+    return _packed(elf.read(os.path.join(root, path), stamp, exports=not _is_extension(path)))
+
+
+def _is_extension(path: str) -> bool:
+    return EXTENSION.search(path) is not None
 
 
 def _should_be_elf(facts: Facts, path: str) -> bool:
@@ -131,68 +142,72 @@ def _should_be_elf(facts: Facts, path: str) -> bool:
     return (facts["problems"] and facts["problems"][0] != "not an ELF file") or path.endswith((".abi3.so", "-gnu.so"))
 
 
-def _walk(root: str) -> tuple[dict[str, int], list[list[str]], list[str], int]:
+def _sort(root: str, entries: Sequence[Entry]) -> tuple[dict[str, int], list[list[Any]], list[str], int]:
+    """Return sizes by path, links that leave the tree (path, target, does it resolve), ELF candidates, hard-linked ones."""
     sizes: dict[str, int] = {}
-    links: list[list[str]] = []
+    links: list[list[Any]] = []
     objects: list[str] = []
     hardlinks = 0
-    stack = [""]
-    while stack:
-        prefix = stack.pop()
-        try:
-            entries = list(os.scandir(os.path.join(root, prefix)))
-        except OSError:
-            continue
-        for entry in entries:
-            path = prefix + entry.name
-            if entry.is_symlink():
-                target = os.path.realpath(entry.path)
-                if target.startswith(root + os.sep):
-                    if ".so" in entry.name and os.path.isfile(target):
-                        sizes[path] = os.stat(target).st_size
-                        objects.append(path)
-                else:
-                    links.append([path, os.readlink(entry.path)])
-            elif entry.is_dir():
-                if entry.name != "__pycache__":
-                    stack.append(path + "/")
-            else:
-                info = entry.stat()
-                sizes[path] = info.st_size
-                if entry.name.endswith(".so") or ".so." in entry.name:
-                    objects.append(path)
-                    hardlinks += info.st_nlink > 1
-                elif info.st_mode & stat.S_IXUSR and "." not in entry.name and info.st_size > 4096:
-                    objects.append(path)
-    return sizes, sorted(links), sorted(objects), hardlinks
+    for path, kind, mode, size, _dev, _ino, _mtime, _ctime, target, nlink in entries:
+        name = path.rpartition("/")[2]
+        shared = name.endswith(".so") or ".so." in name
+        if kind == "l":
+            try:
+                size = os.stat(os.path.join(root, path)).st_size
+                found = True
+            except OSError:
+                found = False
+            if _leaves(path, target):
+                links.append([path, target, found])
+            if found:
+                sizes[path] = size
+        elif kind == "f":
+            sizes[path] = size
+            hardlinks += shared and nlink > 1
+            shared = shared or bool(mode & stat.S_IXUSR and "." not in name and size > 4096)
+        if shared and path in sizes:
+            objects.append(path)
+    return sizes, links, objects, hardlinks
 
 
-def _distributions(root: str, sizes: dict[str, int]) -> tuple[list[Facts], dict[str, list[str]]]:
-    """Return the distributions and {path: [dist-info directories]}; RECORD is compared by size only, never by hash."""
+def _leaves(path: str, target: str) -> bool:
+    try:
+        parse_link(path, target)
+    except HostilePath:
+        return True
+    return False
+
+
+def _distributions(root: str, sizes: dict[str, int]) -> tuple[list[Facts], dict[str, str], dict[str, list[str]]]:
+    """Return the distributions, the first owner by path, all owners of what several name (as dist-info directories).
+
+    RECORD is compared by size only, never by hash.
+    """
     out: list[Facts] = []
-    owners: dict[str, list[str]] = {}
-    for dist in dists.read_distributions(root):
-        recorded = _record_sizes(os.path.join(root, dist["dir"], "RECORD"))
+    owner: dict[str, str] = {}
+    shared: dict[str, list[str]] = {}
+    for dist in dists.read_distributions(root, records=False):
+        directory = dist["dir"]
         owns: list[str] = []
         missing: list[str] = []
         resized: list[str] = []
-        for path, size in recorded.items():
-            if path.startswith("../") or path.endswith(".pyc"):
-                continue
-            owns.append(path)
-            owners.setdefault(path, []).append(dist["dir"])
-            if path not in sizes:
-                if not path.startswith("bin/"):
-                    missing.append(path)
-            elif size is not None and sizes[path] != size:
-                resized.append(path)
+        for path, size in _record(os.path.join(root, directory, "RECORD")):
+            if owner.setdefault(path, directory) != directory:
+                shared.setdefault(path, [owner[path]]).append(directory)
+            real = sizes.get(path)
+            if real is not None:
+                owns.append(path)
+                if size.isdigit() and int(size) != real:
+                    resized.append(path)
+            elif not path.startswith("bin/"):
+                missing.append(path)
         out.append({
-            "name": dist["name"], "version": dist["version"], "dir": dist["dir"], "requires": dist["requires"],
+            "name": dist["name"], "version": dist["version"], "dir": directory, "requires": dist["requires"],
             "editable": dist["editable"], "record": dist["record"] is not None,
-            "metadata": os.path.isfile(os.path.join(root, dist["dir"], "METADATA")), "owns": pack(owns),
+            "metadata": os.path.isfile(os.path.join(root, directory, "METADATA")), "owns": pack(owns),
             "missing": _sample(missing), "resized": _sample(resized),
         })  # fmt: skip
-    return out, owners
+    return out, owner, shared
 
 
 def _sample(paths: list[str]) -> Facts:
@@ -201,18 +216,20 @@ def _sample(paths: list[str]) -> Facts:
     return {"count": len(paths), "examples": ordered[:EXAMPLES]}
 
 
-def _record_sizes(path: str) -> dict[str, int | None]:
-    out: dict[str, int | None] = {}
+def _record(path: str) -> Iterator[tuple[str, str]]:
+    """Yield (path, size as written) of a RECORD; byte code, and what lies outside of site-packages, is left out."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
-            for line in file:
-                name, _, rest = line.rstrip("\r\n").rpartition(",")
-                name = name.rpartition(",")[0].strip('"')
-                if name:
-                    out[os.path.normpath(name)] = int(rest) if rest.isdigit() else None
+            lines = file.read().split("\n")
     except OSError:
-        pass
-    return out
+        return
+    for line in lines:
+        name, _, rest = line.rpartition(",")
+        name = name.rpartition(",")[0].strip('"')
+        if "./" in name or "//" in name:
+            name = os.path.normpath(name)
+        if name and not name.endswith(".pyc") and not name.startswith(("../", "/")):
+            yield name, rest.rstrip("\r")
 
 
 def _code_versions(root: str) -> dict[str, str]:

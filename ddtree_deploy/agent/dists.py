@@ -85,12 +85,12 @@ def _scripts(text: str | None) -> list[list[str]]:
     return found
 
 
-def read_distributions(root: str) -> list[Distribution]:
+def read_distributions(root: str, records: bool = True) -> list[Distribution]:
     """Return one dict per `*.dist-info` directly below `root`, sorted by directory.
 
     Keys: `dir`, `name`, `version`, `requires`, `installer`, `record` (`[[path, sha256 or None], ...]`, paths normalised and
     relative to `root`; None when there is no RECORD), `editable` (target URL or None), `direct_url`, `scripts`
-    (`[[name, "module:attr"], ...]`).
+    (`[[name, "module:attr"], ...]`). Without `records` a RECORD that is there counts as empty: reading them is most of the time.
     """
     out: list[Distribution] = []
     for name in sorted(os.listdir(root)):
@@ -100,7 +100,8 @@ def read_distributions(root: str) -> list[Distribution]:
         if not os.path.isdir(base):
             continue
         fields = _headers(_read(os.path.join(base, "METADATA")) or "")
-        record = _read(os.path.join(base, "RECORD"))
+        place = os.path.join(base, "RECORD")
+        record = _read(place) if records else "" if os.path.isfile(place) else None
         url, editable = _direct_url(_read(os.path.join(base, "direct_url.json")))
         stem = name[: -len(".dist-info")]
         fallback, _, fallback_version = stem.partition("-")

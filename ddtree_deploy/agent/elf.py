@@ -1,17 +1,19 @@
-"""Read what the dynamic loader would read from an ELF file, and the GPU architectures embedded in it.
+"""Read what the dynamic loader would read from an ELF file, and which GPU architectures it carries (`fatbin`).
 
-Everything is found through PT_DYNAMIC, so stripped files work; sections are used only for `.nv_fatbin`. Content can
-not make `read` raise: a damaged file gives `problems`, and whatever could still be read. Plain reads at offsets, no
+Everything is found through PT_DYNAMIC, so stripped files work; sections are used only for GPU code. Content can not
+make `read` raise: a damaged file gives `problems`, and whatever could still be read. Plain reads at offsets, no
 mapping: a file that shrinks meanwhile is a short read here and would be a SIGBUS there.
-Sources: the ELF-64 specification, the LSB chapter on symbol versioning, `elf.h`. The fatbin layout is not documented by
-NVIDIA; the fields used here were checked against `cuobjdump --list-elf`.
+Sources: the ELF-64 specification, the LSB chapter on symbol versioning, `elf.h`.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import struct
+from collections import defaultdict
+from itertools import repeat
+
+from ddtree_deploy.agent import fatbin
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,32 +38,28 @@ DT_RUNPATH, DT_GNU_HASH, DT_VERSYM, DT_VERDEF, DT_VERDEFNUM, DT_VERNEED, DT_VERN
 )
 DT_FLAGS_1, DF_1_PIE = 0x6FFFFFFB, 0x08000000
 STB_GLOBAL, STB_WEAK, STB_GNU_UNIQUE = 1, 2, 10
+BINDINGS = frozenset([STB_GLOBAL, STB_WEAK, STB_GNU_UNIQUE])
+BASE = 1  # the version number of a name without a version
 STV_DEFAULT, STV_PROTECTED = 0, 3
 STT_TLS = 6
+SHN_ABS = 0xFFF1
 VER_FLG_WEAK = 2
 
 MAX_NAME = 1 << 16  # the longest mangled name in torch has about 9 000 bytes
-FATBIN_MAGIC = b"\x50\xed\x55\xba"
-FATBIN_PTX, FATBIN_ELF = 1, 2
-FATBIN_ARCH_SPECIFIC, FATBIN_FAMILY = 1 << 20, 1 << 21
-# Build stamps that NVIDIA leaves in read-only data, e.g. `2.28.9+cuda13.0`, `Build cuda_12.8.r12.8`, `toolkit/r13.0`.
-TOOLKIT_STAMP = re.compile(rb"(?:\+cuda|cuda_|compiled with CUDA |toolkit/r|release )(1[0-9])\.(\d)")
-STAMP_LIMIT = 64 << 20
-CHUNK = 1 << 18
 
 
-class _Damaged(Exception):
+class Damaged(Exception):
     """A structure points outside the file or is not what it must be."""
 
 
-def read(path: str, stamp: bool = False) -> Facts:
+def read(path: str, stamp: bool = False, exports: bool = True) -> Facts:
     """Read one file and return its facts as plain data; never raise for what the file contains.
 
     Keys: `size`, `machine`, `kind` (`dyn`, `exec`, `rel`, `other`, or None for what is no ELF file), `soname`,
     `needed`, `rpath`, `runpath` (lists of directories), `defines` (names; `name@VER` hidden, `name@@VER` default
     version), `undefined` and `weak` (names, or `name@VER`), `verneed` ({soname: [version]}), `verdef`, `archs` (sorted
     `sm_90a`, `compute_80`; None when there is a fatbin that can not be read), `stamp` (CUDA toolkit named in the file,
-    with `stamp=True`), `problems` (what is wrong, in words).
+    with `stamp=True`), `problems` (what is wrong, in words). Without `exports`, `defines` stays empty.
     """
     facts: Facts = {
         "size": 0, "machine": None, "kind": None, "soname": None, "needed": [], "rpath": [], "runpath": [],
@@ -75,7 +73,7 @@ def read(path: str, stamp: bool = False) -> Facts:
             if head[:4] != b"\x7fELF":
                 facts["problems"].append(_not_elf(head, size))
                 return facts
-            _read_into(facts, handle.fileno(), size, stamp)
+            _read_into(facts, handle.fileno(), size, stamp, exports)
     except OSError as error:
         facts["problems"].append("unreadable: %s" % (error.strerror or error))
     return facts
@@ -87,29 +85,29 @@ def _not_elf(head: bytes, size: int) -> str:
     return "zero-filled: no ELF header" if not head.strip(b"\0") else "not an ELF file"
 
 
-def _read_into(facts: Facts, fd: int, size: int, stamp: bool) -> None:
+def _read_into(facts: Facts, fd: int, size: int, stamp: bool, exports: bool) -> None:
     try:
-        image = _Image(fd, size)
-    except (_Damaged, struct.error) as error:
+        image = Image(fd, size)
+    except (Damaged, struct.error) as error:
         facts["problems"].append("truncated: %s" % error)
         return
     facts["machine"], facts["kind"] = image.machine, image.kind
     facts["problems"] += image.problems
-    for part in (_dynamic, _fatbins):
-        try:
-            part(facts, image)
-        except (_Damaged, struct.error, OverflowError, ValueError) as error:
-            facts["problems"].append("damaged: %s" % error)
-            if part is _fatbins:
-                facts["archs"] = None
-    if stamp:
-        try:
-            facts["stamp"] = _toolkit(image)
-        except _Damaged:
-            facts["stamp"] = None
+    try:
+        _dynamic(facts, image, exports)
+    except (Damaged, struct.error, OverflowError, ValueError) as error:
+        facts["problems"].append("damaged: %s" % error)
+    facts["archs"] = None
+    try:
+        facts["archs"], problems = fatbin.architectures(image)
+        facts["problems"] += problems
+        if stamp:
+            facts["stamp"] = fatbin.toolkit(image)
+    except (Damaged, struct.error, OverflowError, ValueError) as error:
+        facts["problems"].append("damaged: %s" % error)
 
 
-class _Image:
+class Image:
     """Header, segments and sections of one file; offsets are checked here and nowhere else."""
 
     def __init__(self, fd: int, size: int) -> None:
@@ -117,7 +115,7 @@ class _Image:
         self.problems: list[str] = []
         head = self.at(0, 64)
         if head[4] != 2 or head[5] != 1:
-            raise _Damaged("not a 64-bit little-endian file")
+            raise Damaged("not a 64-bit little-endian file")
         kind, machine = struct.unpack_from("<HH", head, 16)
         self.kind = {1: "rel", 2: "exec", 3: "dyn"}.get(kind, "other")
         self.machine = MACHINES.get(machine, "machine %d" % machine)
@@ -140,17 +138,17 @@ class _Image:
 
     def at(self, offset: int, length: int) -> bytes:
         if offset < 0 or offset + length > self.size:
-            raise _Damaged("bytes %d..%d lie outside the file of %d" % (offset, offset + length, self.size))
+            raise Damaged("bytes %d..%d lie outside the file of %d" % (offset, offset + length, self.size))
         data = os.pread(self.fd, length, offset)
         if len(data) != length:
-            raise _Damaged("the file shrank while it was read")
+            raise Damaged("the file shrank while it was read")
         return data
 
     def offset(self, vaddr: int) -> int:
         for start, filesz, offset in self.loads:
             if start <= vaddr < start + filesz:
                 return offset + vaddr - start
-        raise _Damaged("address 0x%x is in no segment" % vaddr)
+        raise Damaged("address 0x%x is in no segment" % vaddr)
 
     def _sections(self, shoff: int, shentsize: int, shnum: int, shstrndx: int) -> dict[bytes, tuple[int, int]]:
         """Return {name: (offset, size)}; an unreadable table is a problem, an absent one is not."""
@@ -159,7 +157,7 @@ class _Image:
         try:
             table = self.at(shoff, shentsize * shnum)
             if shentsize < 64:
-                raise _Damaged("section headers of %d bytes" % shentsize)
+                raise Damaged("section headers of %d bytes" % shentsize)
             if not table.strip(b"\0"):
                 self.problems.append("zero-filled: the section headers are empty")
                 return {}
@@ -167,7 +165,7 @@ class _Image:
             if shstrndx >= shnum:
                 return {}
             names = self.at(rows[shstrndx][4], rows[shstrndx][5])
-        except _Damaged as error:
+        except Damaged as error:
             self.problems.append("truncated: %s" % error)
             return {}
         out: dict[bytes, tuple[int, int]] = {}
@@ -181,7 +179,7 @@ def _text(raw: bytes) -> str:
     return raw.decode("utf-8", "backslashreplace")
 
 
-def _dynamic(facts: Facts, image: _Image) -> None:
+def _dynamic(facts: Facts, image: Image, exports: bool) -> None:
     if image.dynamic is None:
         return
     offset, length = image.dynamic
@@ -209,14 +207,14 @@ def _dynamic(facts: Facts, image: _Image) -> None:
     if tags.get(DT_FLAGS_1, 0) & DF_1_PIE:
         facts["kind"] = "exec"  # position-independent executables are ET_DYN as well
     if DT_STRTAB not in tags:
-        raise _Damaged("no string table")
+        raise Damaged("no string table")
     start = image.offset(tags[DT_STRTAB])
     strings = image.at(start, min(tags.get(DT_STRSZ, 0), image.size - start))
 
     def string(index: int) -> str:
         end = strings.find(b"\0", index)
         if index >= len(strings) or end < 0 or end - index > MAX_NAME:
-            raise _Damaged("string %d is not in the string table" % index)
+            raise Damaged("string %d is not in the string table" % index)
         return _text(strings[index:end])
 
     def paths(index: int | None) -> list[str]:
@@ -234,10 +232,10 @@ def _dynamic(facts: Facts, image: _Image) -> None:
     if DT_VERDEF in tags:
         _verdef(facts, image, string, tags, versions)
     if DT_SYMTAB in tags:
-        _symbols(facts, image, strings, tags, versions)
+        _symbols(facts, image, strings, tags, versions, exports)
 
 
-def _verneed(facts: Facts, image: _Image, string: Callable[[int], str], tags: dict[int, int], versions: dict[int, str]) -> None:
+def _verneed(facts: Facts, image: Image, string: Callable[[int], str], tags: dict[int, int], versions: dict[int, str]) -> None:
     offset = image.offset(tags[DT_VERNEED])
     for _ in range(min(tags.get(DT_VERNEEDNUM, 0), 4096)):
         _version, count, file, aux, following = struct.unpack("<HHIII", image.at(offset, 16))
@@ -256,7 +254,7 @@ def _verneed(facts: Facts, image: _Image, string: Callable[[int], str], tags: di
         offset += following
 
 
-def _verdef(facts: Facts, image: _Image, string: Callable[[int], str], tags: dict[int, int], versions: dict[int, str]) -> None:
+def _verdef(facts: Facts, image: Image, string: Callable[[int], str], tags: dict[int, int], versions: dict[int, str]) -> None:
     offset = image.offset(tags[DT_VERDEF])
     for _ in range(min(tags.get(DT_VERDEFNUM, 0), 65536)):
         _version, flags, index, count, _hash, aux, following = struct.unpack("<HHHHIII", image.at(offset, 20))
@@ -270,7 +268,7 @@ def _verdef(facts: Facts, image: _Image, string: Callable[[int], str], tags: dic
         offset += following
 
 
-def _symbol_count(image: _Image, tags: dict[int, int], table: int) -> int:
+def _symbol_count(image: Image, tags: dict[int, int], table: int) -> int:
     if DT_HASH in tags:
         _nbucket, nchain = struct.unpack("<II", image.at(image.offset(tags[DT_HASH]), 8))
         return int(nchain)
@@ -291,119 +289,67 @@ def _symbol_count(image: _Image, tags: dict[int, int], table: int) -> int:
     return size // 24 if offset == table else 0
 
 
-def _symbols(facts: Facts, image: _Image, strings: bytes, tags: dict[int, int], versions: dict[int, str]) -> None:
-    table = image.offset(tags[DT_SYMTAB])
-    count = _symbol_count(image, tags, table)
-    rows = image.at(table, 24 * count)
-    versym: tuple[int, ...] = ()
+def _symbols(
+    facts: Facts, image: Image, strings: bytes, tags: dict[int, int], versions: dict[int, str], exports: bool
+) -> None:
+    """Sort the dynamic symbols into `defines`, `undefined` and `weak`.
+
+    First offsets into the string table, by kind and version, then names in the order of that table: neighbours there are
+    neighbours in memory, and compress well. A torch has a hundred thousand symbols; all else is cheap.
+    """
+    start = image.offset(tags[DT_SYMTAB])
+    count = _symbol_count(image, tags, start)
+    rows = struct.iter_unpack("<IBBHQQ", image.at(start, 24 * count))
+    numbers: tuple[int, ...] | None = None
     if DT_VERSYM in tags:
-        raw = image.at(image.offset(tags[DT_VERSYM]), 2 * count)
-        versym = struct.unpack("<%dH" % count, raw)
-    defines, undefined, weak = facts["defines"], facts["undefined"], facts["weak"]
-    budget = max(64 << 20, 8 * len(strings))  # overlapping strings must not turn a small file into gigabytes
-    find, limit = strings.find, len(strings)
-    for index, (name, info, other, section, value, _size) in enumerate(struct.iter_unpack("<IBBHQQ", rows)):
-        bind = info >> 4
-        if bind not in (STB_GLOBAL, STB_WEAK, STB_GNU_UNIQUE) or not name:
+        numbers = struct.unpack("<%dH" % count, image.at(image.offset(tags[DT_VERSYM]), 2 * count))
+    defined: dict[int, list[int]] = defaultdict(list)
+    missing: dict[int, list[int]] = defaultdict(list)
+    weak: dict[int, list[int]] = defaultdict(list)
+    for (name, info, other, section, value, _size), number in zip(rows, numbers or repeat(BASE)):
+        if info < 16 or not name or info >> 4 not in BINDINGS:  # below 16 are local symbols
             continue
-        end = find(b"\0", name)
-        if name >= limit or end < 0 or end - name > MAX_NAME:
-            raise _Damaged("symbol %d has no name in the string table" % index)
-        budget -= end - name
-        if budget < 0:
-            raise _Damaged("the symbol names overlap without end")
-        text = _text(strings[name:end])
-        number = versym[index] if versym else 1
-        version = versions.get(number & 0x7FFF)
         if section == 0:
+            (weak if info >> 4 == STB_WEAK else missing)[number].append(name)
+        # A definition has a value (thread-local and absolute ones may have none), is visible, not local to a version script.
+        elif number & 0x7FFF and (value or info & 15 == STT_TLS or section == SHN_ABS) and other & 3 in (STV_DEFAULT, STV_PROTECTED):
+            defined[number].append(name)
+    names = _Names(strings)
+    for kind, found, default in (("defines", defined if exports else {}, "@@"), ("undefined", missing, "@"), ("weak", weak, "@")):
+        out = facts[kind]
+        for number, offsets in sorted(found.items()):
+            version = versions.get(number & 0x7FFF)
+            part = names.at(sorted(offsets))
             if version:
-                text += "@" + version
-            (weak if bind == STB_WEAK else undefined).append(text)
-        elif other & 3 in (STV_DEFAULT, STV_PROTECTED) and (value or info & 15 == STT_TLS or section == 0xFFF1):
-            if section == 0xFFF1 and text == version:
-                continue  # the absolute symbol that names a version
-            if versym and number & 0x7FFF == 0:
-                continue  # made local by a version script
-            if version:
-                text += ("@" if number & 0x8000 else "@@") + version
-            defines.append(text)
+                mark = "@" if number & 0x8000 else default
+                # `V_1@@V_1` only names a version
+                part = [name + mark + version for name in part if name != version or kind != "defines"]
+            out += part
 
 
-def _fatbins(facts: Facts, image: _Image) -> None:
-    found: set[str] = set()
-    seen, damage = False, None
-    # What `__nv_relfatbin` holds went through the device linker into `.nv_fatbin`, not always for every architecture.
-    for name in (b".nv_fatbin",) if b".nv_fatbin" in image.sections else (b"__nv_relfatbin",):
-        if name not in image.sections:
-            continue
-        offset, size = image.sections[name]
-        if size == 0:
-            continue
-        if offset + size > image.size:
-            facts["problems"].append("truncated: the GPU code ends behind the end of the file")
-            size = max(0, image.size - offset)
-        seen = True
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(image.fd, offset, size, os.POSIX_FADV_RANDOM)
-        damage = _walk_fatbin(image, offset, offset + size, found) or damage
-    facts["archs"] = sorted(found, key=_arch_order)
-    if seen and (damage or not found):
-        facts["problems"].append("gpu code unknown: %s" % (damage or "no image in the fatbin section"))
-        if not found:
-            facts["archs"] = None
+class _Names:
+    """A string table as text: checked once, so that a name costs no more than finding its end."""
 
+    def __init__(self, raw: bytes) -> None:
+        at = 0
+        while at < len(raw):
+            end = raw.rfind(b"\0", at, at + MAX_NAME)
+            if end < 0:
+                raise Damaged("a name in the string table does not end")
+            at = end + 1
+        self.plain = raw.isascii()
+        self.text = raw.decode("ascii" if self.plain else "latin-1")
+        self.budget = max(64 << 20, 8 * len(raw))  # overlapping names must not turn a small file into gigabytes
 
-def _walk_fatbin(image: _Image, at: int, end: int, found: set[str]) -> str | None:
-    """Add the architectures of the containers in bytes at..end to `found`; return what is damaged, or None."""
-    damage = None
-    while at + 16 <= end:
-        magic, _version, header, payload = struct.unpack("<4sHHQ", image.at(at, 16))
-        if magic != FATBIN_MAGIC:
-            at = _next_magic(image, at, end)
-            continue
-        stop = at + header + payload
-        if header < 16 or stop > end:
-            damage = "a container reaches beyond its section"
-            at += 4
-            continue
-        entry = at + header
-        while entry + 48 <= stop:
-            fields = image.at(entry, 48)
-            kind, _unused, entry_header, padded = struct.unpack_from("<HHIQ", fields)
-            if entry_header < 48 or padded > stop - entry - entry_header:
-                damage = "an entry reaches beyond its container"
-                break
-            arch, flags = struct.unpack_from("<I", fields, 28)[0], struct.unpack_from("<Q", fields, 40)[0]
-            if kind in (FATBIN_PTX, FATBIN_ELF) and 10 <= arch < 1000:
-                suffix = "a" if flags & FATBIN_ARCH_SPECIFIC else "f" if flags & FATBIN_FAMILY else ""
-                found.add("%s_%d%s" % ("sm" if kind == FATBIN_ELF else "compute", arch, suffix))
-            entry += entry_header + padded
-        at = stop
-    return damage
-
-
-def _next_magic(image: _Image, at: int, end: int) -> int:
-    while at < end:
-        chunk = image.at(at, min(CHUNK, end - at))
-        hit = chunk.find(FATBIN_MAGIC)
-        if hit >= 0:
-            return at + hit
-        at += max(1, len(chunk) - 3) if at + len(chunk) < end else len(chunk)
-    return end
-
-
-def _arch_order(arch: str) -> tuple[bool, int, str]:
-    kind, _, rest = arch.partition("_")
-    return kind != "sm", int(rest.rstrip("af")), rest
-
-
-def _toolkit(image: _Image) -> str | None:
-    """Return the CUDA toolkit (`13.0`) that the read-only data names most often, or None. A hint, not a proof."""
-    offset, size = image.sections.get(b".rodata", (0, 0))
-    tally: dict[str, int] = {}
-    end = min(offset + size, offset + STAMP_LIMIT, image.size)
-    for at in range(offset, end, CHUNK):
-        for match in TOOLKIT_STAMP.finditer(image.at(at, min(CHUNK, end - at))):
-            name = "%s.%s" % (match.group(1).decode(), match.group(2).decode())
-            tally[name] = tally.get(name, 0) + 1
-    return max(sorted(tally), key=lambda name: tally[name]) if tally else None
+    def at(self, offsets: list[int]) -> list[str]:
+        """Return the names at sorted offsets; raise Damaged for one outside the table."""
+        if offsets and offsets[-1] >= len(self.text):
+            raise Damaged("name %d is not in the string table" % offsets[-1])
+        text, find, out = self.text, self.text.find, []
+        for first in range(0, len(offsets), 512):
+            part = [text[offset : find("\0", offset)] for offset in offsets[first : first + 512]]
+            self.budget -= sum(map(len, part))
+            if self.budget < 0:
+                raise Damaged("the symbol names overlap without end")
+            out += part
+        return out if self.plain else [_text(name.encode("latin-1")) for name in out]

@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 import sys
+from functools import lru_cache
 
 from ddtree_deploy.agent import elf
 
@@ -114,8 +115,12 @@ def _loaded_path(soname: str) -> str | None:
     return next((p for d in TRUSTED_DIRS for p in [os.path.join(d, soname)] if os.path.isfile(p)), None)
 
 
+@lru_cache(maxsize=2)
 def ld_cache(path: str = "/etc/ld.so.cache") -> dict[str, str]:
-    """Return {soname: path} of a glibc-ld.so.cache1.1 file, 64-bit entries without hardware condition, first wins."""
+    """Return {soname: path} of a glibc-ld.so.cache1.1 file, 64-bit entries without hardware condition, first wins.
+
+    Read once a session.
+    """
     out: dict[str, str] = {}
     try:
         with open(path, "rb") as file:

@@ -222,12 +222,15 @@ def prunable(_session: Session, header: dict[str, Any], _value: object) -> dict[
     return {"generations": tidy.prunable(found, int(header["keep"]), found.live())}
 
 
-def abi(_session: Session, header: dict[str, Any], value: list[str] | None) -> dict[str, Any]:
+def abi(session: Session, header: dict[str, Any], value: list[str] | None) -> dict[str, Any]:
     """Return the ABI facts of the live tree and of the host; `value` are sonames that the snapshot needs."""
     from ddtree_deploy.agent import abi_facts
 
     found = layout.locate(header["venv"])
-    return {"_big": abi_facts.collect(_root(found), venv_python(found.venv), header.get("env") or {}, tuple(value or ()))}
+    root = _root(found)
+    entries = session.walked[1] if session.walked is not None and session.walked[0] == root else None
+    env = header.get("env") or {}
+    return {"_big": abi_facts.collect(root, venv_python(found.venv), env, tuple(value or ()), entries=entries)}
 
 
 def gpu(_session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:

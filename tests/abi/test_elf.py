@@ -16,7 +16,7 @@ from elftools.elf.gnuversions import GNUVerNeedSection
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddtree_deploy.agent import elf
+from ddtree_deploy.agent import elf, fatbin
 from tests.abi.fatbins import container, entry, shared_object, shared_objects
 from tests.abi.lab import GCC, Env
 
@@ -223,10 +223,10 @@ def test_any_bytes_in_a_gpu_section_give_an_answer(tmp_path_factory: pytest.Temp
     path.write_bytes(content)
     found: set[str] = set()
     with path.open("rb") as file:
-        image = object.__new__(elf._Image)
+        image = object.__new__(elf.Image)
         image.fd, image.size = file.fileno(), len(content)
-        elf._walk_fatbin(image, 0, len(content), found)
-    assert all(elf._arch_order(arch) for arch in found)
+        fatbin.walk(image, 0, len(content), found)
+    assert all(fatbin.order(arch) for arch in found)
 
 
 @settings(max_examples=100, deadline=2000)
