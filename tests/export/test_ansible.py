@@ -49,6 +49,7 @@ def play(module: Any, world: World, tmp_path: Path) -> Callable[..., dict[str, A
     return run
 
 
+@pytest.mark.slow
 def test_check_then_push_then_nothing_to_do(play: Callable[..., dict[str, Any]], world: World) -> None:
     before = tree_hash(world.target)
     planned = play(check=True, diff=True)
@@ -62,6 +63,7 @@ def test_check_then_push_then_nothing_to_do(play: Callable[..., dict[str, Any]],
     assert (again["changed"], again["generation"], "diff" in again) == (False, 1, False)
 
 
+@pytest.mark.slow
 def test_a_failure_says_what_the_command_said(play: Callable[..., dict[str, Any]], world: World) -> None:
 
     (next((world.source / "lib").iterdir()) / "site-packages/beta/m0.py").write_text("def broken(:\n")

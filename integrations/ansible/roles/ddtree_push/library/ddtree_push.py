@@ -93,7 +93,8 @@ def argv(params, check):
         for value in params.get(name) or ():
             words += [flag, value]
     for name, flag in (
-        ("create", "--create"), ("under_running", "--yes"), ("accept_gap", "--accept-gap"), ("accept_new_host_key", "--accept-new-host-key"),
+        ("create", "--create"), ("under_running", "--yes"), ("accept_gap", "--accept-gap"),
+        ("accept_new_host_key", "--accept-new-host-key"),
     ):  # fmt: skip
         if params.get(name):
             words.append(flag)
@@ -150,7 +151,7 @@ def difference(packages):
     for row in packages:
         for side, lines in sides.items():
             if row.get(side):
-                lines.append("%s %s (%d files differ)\n" % (row["name"], row[side], row.get("files", 0)))
+                lines.append(f"{row['name']} {row[side]} ({row.get('files', 0)} files differ)\n")
     return {"before_header": "live packages", "after_header": "snapshot", **{side: "".join(lines) for side, lines in sides.items()}}
 
 
@@ -162,7 +163,7 @@ def push(params, check=False, diff=False):
             env={**os.environ, "NO_COLOR": "1"},
         )  # fmt: skip
     except OSError as error:
-        message = "can not run `%s`: %s" % (params["executable"], error.strerror)
+        message = f"can not run `{params['executable']}`: {error.strerror}"
         mend = "install ddtree-deploy where the task runs, or set `executable`; the task has to run on the machine with the snapshots"
         return {"failed": True, "changed": False, "rc": 127, "kind": "usage", "msg": message, "mend": mend}
     result = outcome(done.returncode, done.stdout, done.stderr, check)
