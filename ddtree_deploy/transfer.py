@@ -17,6 +17,7 @@ from ddtree_deploy import oracle
 from ddtree_deploy.abi import Allowance
 from ddtree_deploy.confirmation import confirm, outcome_after_loss
 from ddtree_deploy.errors import (
+    DeployError,
     HostUnreachable,
     Incompatible,
     IntegrityFailure,
@@ -340,8 +341,10 @@ class _Push:
         """Prove the staged tree before anything is switched. Raises ProofFailed."""
         plan = self.plan
         entries = {e.path: e for e in plan.result.files}
-        everything = plan.base_generation is None
-        sources = [p for p in (entries if everything else self.changed) if p.endswith(".py") and entries[p].kind == "f"]
+        # Of a tree that we never proved, every source; else what changed. A stock file is what its publisher hashed: whether that
+        # compiles is no patch's and no transfer's fault, and would not count.
+        at_stake = entries if plan.base_generation is None else self.changed
+        sources = [p for p in at_stake if p.endswith(".py") and entries[p].kind == "f" and entries[p].origin != STOCK]
         with self.clock("prove"):
             self.step(f"prove {len(entries)} files, {len(sources)} sources")
             found = self.ask("prove", {"hash": True, "sources": sources}).value
@@ -350,15 +353,13 @@ class _Push:
             self.step(f"import {len(modules)} packages from the staged tree")
             rows = self.ask("prove", {"modules": modules}, **self._probing()).value["imports"] if not found["bad"] else []
             baseline = self._baseline(source, [row["module"] for row in rows if not row["ok"]])
-        # A stock file is what its publisher hashed: if that does not compile, no patch and no transfer broke it.
-        errors = tuple((path, text) for path, text in found["syntax_errors"] if entries[path].origin != STOCK)
         proofs = Proofs(
             where="staged",
             hashed=found["hashed"],
             vouched=found["vouched"],
             bad_files=tuple(map(str, found["bad"])),
             compiled=found["compiled"],
-            syntax_errors=errors,
+            syntax_errors=tuple((path, text) for path, text in found["syntax_errors"]),
             imports=tuple(import_proof(row, row["module"] in baseline) for row in rows),
         )
         self.proofs.append(proofs)
@@ -411,7 +412,13 @@ class _Push:
         return tx, generation, previous
 
     def _revert(self, previous: int, proofs: Proofs) -> None:
-        outcome = self.ask("revert", reason="a proof failed on the live tree").fields["outcome"]
+        try:
+            outcome = self.ask("revert", reason="a proof failed on the live tree").fields["outcome"]
+        except HostUnreachable as error:
+            raise outcome_after_loss(self.host, self.tx, previous, self.options.confirm_timeout, self.emit, error) from error
+        except DeployError as error:
+            message = f"a proof failed on `{self.host.name}` after the switch, and it could not be told to go back"
+            raise RestoreUnconfirmed(message, causes=(error.message, *failed_lines(proofs))) from error
         if outcome == "reverted":
             message = f"`{self.host.name}` is back at generation {previous}: a proof failed after the switch"
             raise RevertedAfterFailure(message, causes=failed_lines(proofs))

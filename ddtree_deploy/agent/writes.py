@@ -10,7 +10,7 @@ import os
 import time
 import uuid
 
-from ddtree_deploy.agent import durable, facts, frames, guardian, layout, locks, objects, prove, stage, switch, tidy, venvs, walk, zstd
+from ddtree_deploy.agent import durable, facts, frames, guardian, landing, layout, locks, prove, stage, switch, tidy, venvs, walk, zstd
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.reads import venv_python
 
@@ -41,7 +41,7 @@ class Push:
         self.info: dict[str, Any] = {}
         self.wanted: list[stage.Wanted] = []
         self.sources: stage.Sources | None = None
-        self.landing: objects.Landing | None = None
+        self.landing: landing.Landing | None = None
         self.index: layout.Index | None = None
         self.used: set[str] = set()
         self.switched = False
@@ -124,10 +124,7 @@ def stage_request(session: Session, header: dict[str, Any], value: dict[str, Any
         raise Failure("no-space", "`%s` has too little space: %s are missing" % (push.found.venv, what))
     push.number = push.found.next_number()
 
-    def place(digest: str, temporary: str) -> None:
-        os.rename(temporary, os.path.join(push.found.incoming, digest))
-
-    push.landing = objects.Landing(push.found.incoming, place, expected=need)
+    push.landing = landing.Landing(push.found.incoming, dict(need))
     return {"generation": push.number, "zstd": zstd.available(), "_big": sorted(need.items(), key=lambda item: (-item[1], item[0]))}
 
 
@@ -157,11 +154,11 @@ def receive(session: Session, header: dict[str, Any]) -> None:
 def received(session: Session, _header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Say what arrived: objects, bytes, and the digests whose bytes were something else."""
     push = _open(session)
-    landing = _need(push.landing)
-    if landing.error is not None:
-        raise landing.error
-    bad, landing.bad = landing.bad, []
-    return {"objects": landing.received, "bytes": landing.bytes, "bad": bad}
+    arrived = _need(push.landing)
+    if arrived.error is not None:
+        raise arrived.error
+    bad, arrived.bad = arrived.bad, []
+    return {"objects": arrived.received, "bytes": arrived.bytes, "bad": bad}
 
 
 def build(session: Session, _header: dict[str, Any], _value: object) -> dict[str, Any]:
@@ -396,6 +393,9 @@ def close(session: Session) -> None:
             layout.remove(push.found.journal)
         elif push.found.live() == push.number or push.index is None:
             stage.discard(push.found, everything=True)
+        if push.switched and push.journal["state"] == "switched" and switch.outcome(push.found, push.tx) is None:
+            # Who asked for the switch went before the live tree was proved, and will not confirm it: the deadline is not waited for.
+            switch.decide(push.found, push.tx, "reverted", "the connection ended before the live tree was proved")
         _tidy_away(push)
     finally:
         _unlock(push)
