@@ -39,7 +39,7 @@ _FIND = (
     '[ "$found" ] || { echo "no python found in the container" >&2; exit 127; }; exec "$found" -I -S -c "$code" "$@"'
 )
 _STAGE = (
-    'umask 077; f=$(mktemp) || exit 1; trap \'rm -f "$f"\' EXIT; trap "exit 1" HUP INT TERM; cat >"$f"; '
+    'umask 077; f=$(mktemp "${TMPDIR:-/tmp}/.ddtree-XXXXXXXX") || exit 1; trap \'rm -f "$f"\' EXIT; trap "exit 1" HUP INT TERM; cat >"$f"; '
     '[ "$(wc -c <"$f")" -eq "$3" ] || { echo "the file was cut on its way to the node" >&2; exit 1; }; '
     'pct push "$1" "$f" "$2" --perms 0600 >&2'
 )

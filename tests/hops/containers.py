@@ -36,7 +36,7 @@ printf '#!/bin/sh\nwhile :; do sleep 86400 & wait $!; done\n' >"/srv/$1/root/usr
 chmod 755 "/srv/$1/root/usr/sbin/container-init"
 """
 # What a node has and a machine of the lab lacks: sysfs, and cgroups as systemd mounts them today (cgroups(7)).
-SYSFS = "mount -t sysfs sysfs /sys && mount -t cgroup2 cgroup2 /sys/fs/cgroup"
+SYSFS = "mountpoint -q /sys || { mount -t sysfs sysfs /sys && mount -t cgroup2 cgroup2 /sys/fs/cgroup; }"
 
 
 def lxc_missing() -> str:
@@ -57,7 +57,7 @@ class Container:
     enter: tuple[str, ...]
 
     def run(self, argv: Sequence[str], *, check: bool = True) -> subprocess.CompletedProcess[str]:
-        done = self.node.run([*self.enter, *argv], check=False)
+        done = self.node.run(["env", "-C", "/", *self.enter, *argv], check=False)
         assert not (check and done.returncode), done.stderr
         return done
 
@@ -118,15 +118,15 @@ def podman_node(machine: Machine, name: str) -> Iterator[Container]:
         '[engine]\nruntime = "crun"\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\n'
         '[containers]\ndefault_ulimits = ["nofile=4096:4096", "nproc=8192:8192"]\n'
     )
-    limits = ["--ulimit", "nofile=4096:4096", "--ulimit", "nproc=8192:8192"]
+    run = ["env", "-C", "/", "podman", "run", "-d", "--name", name, "--cgroups=disabled", "--network=none", "--pull=never"]
     try:
-        machine.run(
-            ["podman", "run", "-d", "--name", name, "--cgroups=disabled", "--network=none", "--pull=never", *limits,
-             "--volume", f"/srv/{name}/srv:/srv", "--rootfs", f"/srv/{name}/root", "/usr/sbin/container-init"]
-        )  # fmt: skip
+        made = machine.run(
+            [*run, "--volume", f"/srv/{name}/srv:/srv", "--rootfs", f"/srv/{name}/root", "/usr/sbin/container-init"], check=False
+        )
+        assert made.returncode == 0, made.stderr
         yield Container(machine, name, ("podman", "exec", name))
     finally:
-        machine.run(["podman", "rm", "-f", "-t", "0", name], check=False)
+        machine.run(["env", "-C", "/", "podman", "rm", "-f", "-t", "0", name], check=False)
         _forget_cgroups(machine, "libpod*")
 
 

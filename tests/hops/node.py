@@ -26,6 +26,7 @@ push)
     while [ $# -gt 0 ]; do case $1 in --perms) perms=$2; shift 2 ;; *) die "Unknown option: $1" ;; esac; done
     [ -r "$file" ] || die "failed to open $file for reading"
     [ -f "$file" ] || die "copy failed: Is a directory"
+    wc -c <"$file" >>"{state}/pushed"
     {into} sh -c ': >"$1" || exit 2; [ -z "$2" ] || chmod "$2" "$1"; cat >"$1"' sh "$to" "$perms" <"$file" ||
         die "failed to create file: $to" ;;
 *) die "unknown command '$verb'" ;;
