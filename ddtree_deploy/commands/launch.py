@@ -16,7 +16,6 @@ from ddtree_deploy.render.ui import Ui
 if TYPE_CHECKING:
     from ddtree_deploy.hosts.base import Host
     from ddtree_deploy.launch.argv import Request
-    from ddtree_deploy.launch.lifecycle import Options
 
 PANEL = "Serve"
 WHAT, PARALLEL, READY = "What to serve", "GPUs and nodes", "Readiness"
@@ -146,8 +145,10 @@ def launch(
     of its own. It is followed until it answers real completions. With `-n` only its command line is shown.
     """
     from ddtree_deploy.config import load
+    from ddtree_deploy.errors import ServerNotReady
     from ddtree_deploy.launch import lifecycle
     from ddtree_deploy.launch import nodes as several
+    from ddtree_deploy.launch.fallback import go_back
     from ddtree_deploy.render import launch as views
 
     words = tuple(extra or ())
@@ -182,26 +183,17 @@ def launch(
         if ready is not None:
             views.ready(ui, ready)
         return
-    server = lifecycle.begin(ranks[0], options, ui.emit)
-    views.begun(ui, server)
     if detach:
+        server = lifecycle.begin(ranks[0], options, ui.emit)
+        views.begun(ui, server)
         views.detached(ui, server)
         return
-    _prove(ui, hosts[0], server, options, rollback_on_failure)
-
-
-def _prove(ui: Ui, host: Host, server: Any, options: Options, back: bool) -> None:
-    from ddtree_deploy.errors import ServerNotReady
-    from ddtree_deploy.launch import lifecycle
-    from ddtree_deploy.launch.fallback import go_back
-    from ddtree_deploy.render import launch as views
-
     try:
-        views.ready(ui, lifecycle.prove(host, server, options, ui.emit))
+        views.ready(ui, lifecycle.launch(ranks[0], options, ui.emit, lambda server: views.begun(ui, server)))
     except ServerNotReady as problem:
-        if not back:
+        if not rollback_on_failure:
             raise
-        raise go_back(host, server.record, problem, options, ui.emit) from problem
+        raise go_back(hosts[0], str(ranks[0].request.port), problem, options, ui.emit) from problem
 
 
 def _variables(given: list[str] | None) -> dict[str, str]:

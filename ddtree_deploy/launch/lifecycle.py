@@ -70,7 +70,7 @@ def prepare(host: Host, request: Request, emit: Emit = ignore, *, nccl: bool = F
     Raises UsageProblem for a request that can not be meant. What speaks against it on this host is in `checks`.
     """
     emit(Step(host.name, "look at the host"))
-    asked = {
+    asked: dict[str, Any] = {
         "engine": request.engine, "listen": request.listen, "ports": preflight.ports(request), "model": request.model,
         "drafter": request.drafter, "env": dict(request.env), "binaries": request.gpus > 0,
     }  # fmt: skip
@@ -111,11 +111,8 @@ def refuse(prepared: Prepared) -> None:
     raise kind(f"cannot launch on `{prepared.host.name}`: {blocks[0].text}", mend=blocks[0].mend, causes=causes if len(causes) > 1 else ())
 
 
-def begin(prepared: Prepared, options: Options, emit: Emit = ignore) -> Server:
-    """Start a prepared server on its host and return at once; it does not depend on this process.
-
-    Raises TargetBusy when it runs already or its port is taken, and what `refuse` raises.
-    """
+def _wish(prepared: Prepared, options: Options) -> dict[str, Any]:
+    """Return what the host is asked to start, and to keep for a restart. Raises what `refuse` raises."""
     refuse(prepared)
     request = prepared.request
     wish: dict[str, Any] = {
@@ -127,10 +124,31 @@ def begin(prepared: Prepared, options: Options, emit: Emit = ignore) -> Server:
         wish["sources"], sent = collect(request.model == "tiny")
         if wish["sources"] not in prepared.facts["code"]:
             wish["code"] = sent
-    emit(Step(prepared.host.name, "start"))
+    return wish
+
+
+def begin(prepared: Prepared, options: Options, emit: Emit = ignore) -> Server:
+    """Start a prepared server on its host and return at once; it does not depend on this process.
+
+    Raises TargetBusy when it runs already or its port is taken, and what `refuse` raises.
+    """
+    wish = _wish(prepared, options)
     with open_session(prepared.host, writable=True, emit=emit) as session:
-        value = session.ask("serve-start", wish, venv=prepared.host.venv, name=str(request.port), who=who()).value
-    return parse(prepared.host.name, value)
+        return _begin(session, prepared.request.port, wish)
+
+
+def launch(prepared: Prepared, options: Options, emit: Emit = ignore, begun: Callable[[Server], None] = lambda _server: None) -> Ready:
+    """Start a prepared server and prove it, over one connection; `begun` hears of it in between. Raises as `begin` and `prove`."""
+    wish = _wish(prepared, options)
+    with open_session(prepared.host, writable=True, emit=emit) as session:
+        server = _begin(session, prepared.request.port, wish)
+        begun(server)
+        return _prove(session, server, options)
+
+
+def _begin(session: Session, name: object, wish: Mapping[str, Any] | None) -> Server:
+    session.emit(Step(session.host.name, "start"))
+    return parse(session.host.name, session.ask("serve-start", wish, venv=session.host.venv, name=str(name), who=who()).value)
 
 
 def prove(host: Host, server: Server, options: Options, emit: Emit = ignore) -> Ready:
@@ -139,19 +157,24 @@ def prove(host: Host, server: Server, options: Options, emit: Emit = ignore) -> 
     Raises ServerNotReady; the server is stopped then, unless `options.keep`.
     """
     with open_session(host, writable=True, emit=emit) as session:
-        watch = Watch(session, server, parse, time.monotonic() + options.wait, emit)
-        note = {"venv": host.venv, "name": server.record.name, "launch": server.launch}
-        try:
-            ready = wait(watch, server.record.algorithm, options.completions)
-        except ServerNotReady as problem:
-            session.ask("serve-proved", {"ok": False, "why": problem.message[:300]}, **note)
-            if not options.keep:
-                emit(Step(host.name, "stop what did not become ready"))
-                session.ask("serve-stop", venv=host.venv, name=server.record.name, drain=0, patience=300.0, who=who())
-            raise
-        fields = {"ok": True, "algorithm": ready.algorithm, "seconds": round(ready.seconds, 1), "completions": ready.completions}
-        session.ask("serve-proved", fields, **note)
-        return ready
+        return _prove(session, server, options)
+
+
+def _prove(session: Session, server: Server, options: Options) -> Ready:
+    host, emit = session.host, session.emit
+    watch = Watch(session, server, parse, time.monotonic() + options.wait, emit)
+    note: dict[str, Any] = {"venv": host.venv, "name": server.record.name, "launch": server.launch}
+    try:
+        ready = wait(watch, server.record.algorithm, options.completions)
+    except ServerNotReady as problem:
+        session.ask("serve-proved", {"ok": False, "why": problem.message[:300]}, **note)
+        if not options.keep:
+            emit(Step(host.name, "stop what did not become ready"))
+            session.ask("serve-stop", venv=host.venv, name=server.record.name, drain=0, patience=300.0, who=who())
+        raise
+    fields = {"ok": True, "algorithm": ready.algorithm, "seconds": round(ready.seconds, 1), "completions": ready.completions}
+    session.ask("serve-proved", fields, **note)
+    return ready
 
 
 def running(host: Host, emit: Emit = ignore) -> tuple[Server, ...]:
@@ -190,11 +213,13 @@ def start(host: Host, record: Record, *, options: Options | None = None, emit: E
 
     Raises TargetBusy when it runs still, ServerNotReady when it does not become ready.
     """
-    options = options or Options()
-    emit(Step(host.name, f"start server {record.name} again"))
+    return again(host, record.name, options or Options(), emit)
+
+
+def again(host: Host, name: str, options: Options, emit: Emit = ignore) -> Ready:
+    """Start the last launch of a server's name once more, and prove it."""
     with open_session(host, writable=True, emit=emit) as session:
-        value = session.ask("serve-start", venv=host.venv, name=record.name, who=who()).value
-    return prove(host, parse(host.name, value), options, emit)
+        return _prove(session, _begin(session, name, None), options)
 
 
 def restart(host: Host, name: str = "", *, options: Options | None = None, drain: float | None = None, emit: Emit = ignore) -> Ready:

@@ -44,7 +44,7 @@ class Watch:
 
     def poll(self, wait: float = POLL) -> None:
         """Take in what the log says anew, tell the phase, and raise ServerNotReady when the server is gone."""
-        asked = {"venv": self.session.host.venv, "name": self.server.record.name, "offset": self.offset}
+        asked: dict[str, Any] = {"venv": self.session.host.venv, "name": self.server.record.name, "offset": self.offset}
         value = self.session.ask("serve-log", wait=wait, phase=self.server.phase, **asked).value
         self.offset = value["offset"]
         text = value["text"]
@@ -74,7 +74,7 @@ class Watch:
     def ask(self, path: str, body: Any = None, timeout: float = 30.0) -> dict[str, Any]:
         """Send one request to the server from its own host. Raises ServerNotReady when it is gone meanwhile."""
         limit = max(1.0, min(timeout, self.left()))
-        where = {"venv": self.session.host.venv, "name": self.server.record.name}
+        where: dict[str, Any] = {"venv": self.session.host.venv, "name": self.server.record.name}
         answer: dict[str, Any] = self.session.ask("serve-request", body, path=path, timeout=limit, patience=limit + 60, **where).value
         if answer["phase"] in OVER or answer["phase"] == "restarting":
             self.poll(0.5)

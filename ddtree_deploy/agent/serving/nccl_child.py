@@ -1,10 +1,12 @@
 """One rank of the all-reduce check: `RANK RANKS BACKEND STORE`. Runs under the venv's interpreter; imports torch."""
 
+from __future__ import annotations
+
 import sys
 from datetime import timedelta
 
 
-def main(argv):  # type: ignore[no-untyped-def]
+def main(argv: list[str]) -> int:
     """Add ones over all ranks and compare the sum; exit status 0 when it is right."""
     import torch
     import torch.distributed as dist

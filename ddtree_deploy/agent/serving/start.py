@@ -36,6 +36,8 @@ CACHES = {
     "DG_JIT_CACHE_DIR": "deep_gemm",
     "TVM_FFI_CACHE_DIR": "tvm_ffi",
 }
+#: What the standalone server imports from the venv.
+STANDALONE_IMPORTS = ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client", "numpy")
 _DROPPED = (
     "SSH_",
     "DDTREE_",
@@ -135,7 +137,7 @@ def start(_session: Session, header: dict[str, Any], value: dict[str, Any] | Non
 
 
 def _start(header: dict[str, Any], value: dict[str, Any] | None, found: layout.Layout, name: str, where: str) -> dict[str, Any]:
-    before = place.describe(found, name)
+    before = _settled(found, name)
     if before and (before["supervised"] or before["processes"]):
         who = (before["launch"] or {}).get("who") or "somebody"
         raise Failure(
@@ -195,6 +197,16 @@ def _start(header: dict[str, Any], value: dict[str, Any] | None, found: layout.L
     described = place.describe(found, name)
     assert described is not None
     return {"_big": described}
+
+
+def _settled(found: layout.Layout, name: str) -> dict[str, Any] | None:
+    """Return what is known of a server, a supervisor that is about to leave after its server waited for."""
+    end = time.monotonic() + BEGIN_SECONDS
+    while True:
+        before = place.describe(found, name)
+        if not before or not before["supervised"] or before["phase"] not in ("failed", "stopped") or time.monotonic() > end:
+            return before
+        time.sleep(0.05)
 
 
 def durable_json(value: object) -> bytes:
@@ -263,17 +275,17 @@ def _begin(where: str, unit: str, launch: str) -> None:
                 check=False,
                 timeout=60,
             )
-            ended = (lambda: begun.returncode or None) if begun.returncode else (lambda: None)
+            process = None
         else:
             process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/")
-            ended = process.poll
+            begun = None
     finally:
         os.close(log)
     end = time.monotonic() + BEGIN_SECONDS
     while time.monotonic() < end:
         if durable.read_json(os.path.join(where, "state.json")) is not None:
             return
-        if ended() is not None:
+        if (process is not None and process.poll() is not None) or (begun is not None and begun.returncode):
             break
         time.sleep(0.02)
     with open(os.path.join(where, "supervisor.log"), encoding="utf-8", errors="replace") as file:

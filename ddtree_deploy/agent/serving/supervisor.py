@@ -239,7 +239,7 @@ class Supervisor:
         deaths = [*self.state["deaths"], entry][-20:]
         if self.stopping:
             self.say("stopped: %s" % how)
-            self.tell("stopped", pid=None, last=entry, deaths=deaths)
+            self.tell("stopped", pid=None, deaths=deaths)
             return False
         self.say("the server ended: %s after %.0f s" % (how, lasted))
         recent = [one for one in deaths if time.time() - one["at"] < self.launch["window"]]
@@ -253,9 +253,9 @@ class Supervisor:
         end = time.monotonic() + wait
         while time.monotonic() < end and not self.stopping:
             self.sleep()
-        if self.stopping:
+        if self.asked:
             self.tell("stopped")
-        return not self.stopping
+        return not self.asked
 
     def sleep(self) -> None:
         try:

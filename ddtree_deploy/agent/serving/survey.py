@@ -9,7 +9,8 @@ import subprocess
 
 from ddtree_deploy.agent import elf, facts, host_facts, layout
 from ddtree_deploy.agent.serving import flags, gpus, place, ports
-from ddtree_deploy.agent.serving.start import CACHES, jit
+from ddtree_deploy.agent.serving.start import CACHES, STANDALONE_IMPORTS, jit
+from ddtree_deploy.agent.serving.supervisor import marked
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 BINARIES = ("torch/lib/libtorch_cuda.so", "sgl_kernel/*.so", "sgl_kernel/sm*/*.so", "sgl_kernel/flash_ops*.so")
 #: What SGLang calls its processes (setproctitle), and the command lines of servers.
 ENGINE_NAMES = ("sglang::", "sgl_diffusion::")
-#: What the standalone server imports from the venv.
-STANDALONE = ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client", "numpy")
 
 
 def survey(_session: Session, header: Json, _value: object) -> Json:
@@ -49,16 +48,20 @@ def survey(_session: Session, header: Json, _value: object) -> Json:
             "ports": [[port, ports.is_free(header["listen"], port), ports.holder(port)] for port in header.get("ports", [])],
             "disk": facts.space(found.venv), "mount": host_facts.mount_of(found.venv),
             "caches": {name: os.path.join(caches, one) for name, one in CACHES.items()},
-            "code": sorted(os.listdir(os.path.join(place.root(found), "code"))) if os.path.isdir(os.path.join(place.root(found), "code")) else [],
+            "code": _names(os.path.join(place.root(found), "code")),
             "orphans": orphans(found), "servers": [place.describe(found, name) for name in place.names(found)],
         }
     }  # fmt: skip
 
 
+def _names(directory: str) -> list[str]:
+    return sorted(os.listdir(directory)) if os.path.isdir(directory) else []
+
+
 def _missing(tree: str, venv: str) -> list[str]:
     """Return which packages the standalone server will not find, by looking for them as the interpreter does."""
     code = "import importlib.util as u,json,sys;print(json.dumps([n for n in sys.argv[1:] if u.find_spec(n) is None]))"
-    argv = [os.path.join(venv, "bin", "python"), "-c", code, *STANDALONE]
+    argv = [os.path.join(venv, "bin", "python"), "-c", code, *STANDALONE_IMPORTS]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     env["PYTHONPATH"] = tree
     try:
@@ -66,7 +69,7 @@ def _missing(tree: str, venv: str) -> list[str]:
         missing: list[str] = json.loads(done.stdout)
         return missing
     except (OSError, subprocess.SubprocessError, ValueError):
-        return list(STANDALONE)
+        return list(STANDALONE_IMPORTS)
 
 
 def _archs(tree: str) -> Json:
@@ -135,7 +138,7 @@ def orphans(found: layout.Layout) -> list[Json]:
 
 def _kept(found: layout.Layout, name: str) -> list[int]:
     where = place.directory(found, name)
-    return place.marked(place.read(where, "launch.json").get("id", "-")) if place.supervised(where) else []
+    return marked(place.read(where, "launch.json").get("id", "-")) if place.supervised(where) else []
 
 
 def _reaper() -> int:

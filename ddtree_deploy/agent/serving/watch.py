@@ -77,16 +77,23 @@ def _read(path: str, offset: int) -> tuple[str, int]:
 
 def _begin(where: str, path: str, header: dict[str, Any]) -> tuple[str, int]:
     """Return text of rotated logs and the offset in the present one, for `since` or the newest `lines`."""
-    rotated = sorted((name for name in os.listdir(where) if name.startswith("server.log.")), key=lambda n: -int(n.rpartition(".")[2]))
+    rotated = sorted((name for name in os.listdir(where) if name.startswith("server.log.")), key=_age, reverse=True)
     if header.get("since") is not None:
-        at = _offset(os.path.join(where, "times.jsonl"), float(header["since"]))
-        if at is not None:
-            return "", at
+        since = float(header["since"])
+        logs = [*rotated, "server.log"]
+        rows = [_times(os.path.join(where, name.replace("server.log", "times.jsonl"))) for name in logs]
+        # The newest log that begins before then, and all after it.
+        first = max((at for at, times in enumerate(rows) if times and times[0][0] <= since), default=0)
+        offset = next((int(size) for moment, size in rows[first] if moment >= since), None)
+        if offset is None:
+            offset = int(rows[first][-1][1]) if rows[first] else 0
+        if logs[first] == "server.log":
+            return "", offset
         older = ""
-        for name in rotated:
-            began = _offset(os.path.join(where, "times.jsonl." + name.rpartition(".")[2]), float(header["since"]))
-            if began is not None or older:
-                older += _read(os.path.join(where, name), began or 0)[0]
+        for number, name in enumerate(logs[first:-1]):
+            with open(os.path.join(where, name), "rb") as file:
+                file.seek(0 if number else offset)
+                older += file.read().decode("utf-8", "replace")
         return older, 0
     lines = int(header.get("lines") or 0)
     try:
@@ -100,21 +107,24 @@ def _begin(where: str, path: str, header: dict[str, Any]) -> tuple[str, int]:
     return "", size - sum(map(len, kept))
 
 
-def _offset(times: str, since: float) -> int | None:
-    """Return where in its log the first line at or after `since` begins, or None when the log begins later than that."""
-    rows: list[list[float]] = []
+def _age(name: str) -> int:
+    return int(name.rpartition(".")[2])
+
+
+def _times(path: str) -> list[tuple[float, int]]:
+    """Return `(time, size)` of a log at each moment when it was seen to have grown: what was written then begins at `size`."""
+    rows = []
     try:
-        with open(times, encoding="utf-8") as file:
+        with open(path, encoding="utf-8") as file:
             for line in file:
                 try:
-                    rows.append(json.loads(line))
-                except ValueError:
+                    moment, size = json.loads(line)
+                except (ValueError, TypeError):
                     continue
+                rows.append((float(moment), int(size)))
     except OSError:
-        return None
-    if not rows or since < rows[0][0]:
-        return None
-    return next((int(row[1]) for row in rows if row[0] >= since), int(rows[-1][1]))
+        pass
+    return rows
 
 
 def request(session: Session, header: dict[str, Any], value: Any) -> dict[str, Any]:
