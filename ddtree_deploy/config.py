@@ -117,7 +117,7 @@ def _read(file: Path, problems: list[str]) -> dict[str, Any]:
 
     try:
         tree = tomllib.loads(file.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:  # not UTF-8, not TOML, a number or a nesting beyond reason
         problems.append(f"{file}: cannot be read: {problem}")
         return {}
     flat: dict[str, Any] = {}
@@ -126,7 +126,10 @@ def _read(file: Path, problems: list[str]) -> dict[str, Any]:
         if wrong := fault(key, value):
             problems.append(f"{file}: {wrong}")
         else:
-            flat[key] = _absolute(file, str(value)) if key == "ssh_config" else value
+            try:
+                flat[key] = _absolute(file, str(value)) if key == "ssh_config" else value
+            except RuntimeError:  # `~somebody` who is not there
+                problems.append(f"{file}: {key}: no such home directory: {value}")
     return flat
 
 
@@ -177,7 +180,10 @@ def resolve_host(
     place = venv or (entry.venv if entry else "")
     if name == "local" or (entry and entry.transport == "local"):
         inside = bool(entry and entry.via)  # then `~` and a relative path are not this machine's
-        where = {"transport": "local", "venv": place if inside or not place else str(Path(place).expanduser().absolute())}
+        try:
+            where = {"transport": "local", "venv": place if inside or not place else str(Path(place).expanduser().absolute())}
+        except RuntimeError:
+            raise UsageProblem(f"the venv of `{name}` is in a home directory that is not there: {place}") from None
         origin = entry.origin if entry else "this machine"
     else:
         if entry and entry.via and not entry.address:

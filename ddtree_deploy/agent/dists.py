@@ -60,15 +60,16 @@ def record_digest(field: str) -> str | None:
     return raw.hex() if len(raw) == 32 else None
 
 
-def _record(text: str) -> list[list[str | None]]:
+def _record(text: str | None) -> list[list[str | None]] | None:
+    """Return the rows of a RECORD, or None where there is none that can be read."""
     rows: list[list[str | None]] = []
-    for row in csv.reader(io.StringIO(text)):
-        if not row or not row[0]:
-            continue
-        path = os.path.normpath(row[0])
-        digest = record_digest(row[1]) if len(row) > 1 else None
-        rows.append([path, digest])
-    return rows
+    try:
+        for row in csv.reader(io.StringIO(text or "")):
+            if row and row[0]:
+                rows.append([os.path.normpath(row[0]), record_digest(row[1]) if len(row) > 1 else None])
+    except csv.Error:
+        return None
+    return None if text is None else rows
 
 
 def _scripts(text: str | None) -> list[list[str]]:
@@ -112,7 +113,7 @@ def read_distributions(root: str, records: bool = True) -> list[Distribution]:
                 "version": (fields.get("version") or [fallback_version])[0],
                 "requires": fields.get("requires-dist") or [],
                 "installer": (_read(os.path.join(base, "INSTALLER")) or "").strip(),
-                "record": None if record is None else _record(record),
+                "record": _record(record),
                 "editable": editable,
                 "direct_url": url,
                 "scripts": _scripts(_read(os.path.join(base, "entry_points.txt"))),
@@ -128,7 +129,7 @@ def _direct_url(text: str | None) -> tuple[str | None, str | None]:
         value = json.loads(text)
         url = str(value.get("url", ""))
         editable = bool(value.get("dir_info", {}).get("editable"))
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return None, None
     # A URL may carry a password (https://user:secret@...): keep scheme and host only.
     scheme, sep, rest = url.partition("://")
@@ -164,7 +165,7 @@ def torch_version(root: str) -> dict[str, str | None]:
         return found
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return found
     for node in tree.body:
         if not isinstance(node, (ast.Assign, ast.AnnAssign)):

@@ -98,9 +98,11 @@ class Layout:
             with open(self.ledger, encoding="utf-8", errors="replace") as file:
                 for line in file:
                     try:
-                        out.append(json.loads(line))
-                    except ValueError:
+                        entry = json.loads(line)
+                    except (ValueError, RecursionError):
                         continue
+                    if isinstance(entry, dict):
+                        out.append(entry)
         except FileNotFoundError:
             pass
         return out
@@ -148,7 +150,7 @@ class Index:
                 return cls({row[0]: tuple(row[1:]) for row in json.loads(file.read())})
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
 
     @staticmethod
@@ -158,7 +160,7 @@ class Index:
             with open(path, "rb") as file:
                 seal: str = json.loads(file.readline()).get("seal", "")
                 return seal
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError, RecursionError):
             return ""
 
     def save(self, path: str) -> None:
