@@ -3,7 +3,7 @@
 Run as root on a quiet machine: `python benchmarks/transfer.py --venv SRC [--rounds 3] [--mbit 1000] [--out FILE]`. SRC is a venv of
 real CUDA wheels; `--make SRC` installs one first (3 GB or more). Each first copy gets a fresh file system; rounds are interleaved;
 medians and ratios are printed as Markdown. CPU seconds are those of all processes of a run, in both machines.
-TMPDIR=/dev/shm puts the target's ext4 on a RAM disk, as fast as a server's NVMe.
+The target's disk is a fresh ext4, or a tmpfs with --ram.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Watch:
         self._thread = threading.Thread(target=self._loop, daemon=True)
 
     def _loop(self) -> None:
-        while not self._stop.wait(0.05):
+        while not self._stop.wait(0.25):
             for status in Path("/proc").glob("[0-9]*/status"):
                 try:
                     command = (status.parent / "cmdline").read_bytes()
@@ -140,24 +140,32 @@ def _find(value: object, key: str) -> dict[str, float] | None:
 
 
 class Bench:
-    def __init__(self, account: Account, source: Path, mbit: int | None, home: Path) -> None:
+    def __init__(self, account: Account, source: Path, mbit: int | None, cipher: str, ram: bool, home: Path) -> None:
         self.account = account
         self.site = next((source / "lib").glob("python3.*")) / "site-packages"
         self.venv = source
         self.mbit = mbit
+        self.cipher = cipher
+        self.ram = ram
         self.env = {"DDTREE_HOME": str(home), "DDTREE_YES": "1"}
 
     @contextmanager
     def lab(self) -> Iterator[Lab]:
-        with two_hosts("ct200") as lab:
+        with two_hosts("ct200", ram=self.ram) as lab:
             target = lab["ct200"]
             target.run([sys.executable, "-m", "venv", "--without-pip", "/srv/venv"])
             target.run(["mkdir", "-p", "/srv/copy"])
-            # Page caches warm for every way: what rsync reads, and what a push reads.
-            for tree in (self.site, Path(self.env["DDTREE_HOME"]) / "objects"):
-                subprocess.run(["sh", "-c", f"find {tree} -type f -print0 | xargs -0 cat > /dev/null"], check=True)
             lab.shape(self.mbit)
+            if self.cipher:
+                lab.ssh_config.write_text(f"Ciphers {self.cipher}\n{lab.ssh_config.read_text()}")
             yield lab
+
+    def warm(self, name: str) -> None:
+        """Bring what a way will read into the page cache, and only that: rsync and scp read the source, a push the store."""
+        store = Path(self.env["DDTREE_HOME"]) / "store"
+        packed = store / "packed"
+        tree = self.site if name != "ddtree-deploy push" else packed if packed.is_dir() else store
+        subprocess.run(["sh", "-c", f"find {tree} -type f -print0 | xargs -0 cat > /dev/null"], check=True)
 
     def ssh(self, lab: Lab) -> str:
         return f"ssh -F {lab.ssh_config} -o ControlMaster=no"
@@ -179,6 +187,7 @@ class Bench:
             if only and name not in only:
                 continue
             with self.lab() as lab:
+                self.warm(name)
                 out[name] = timed(self.account, lab, command(lab), self.env)
                 print(f"   first: {name}: {out[name]}", file=sys.stderr)
         return out
@@ -283,6 +292,8 @@ def main() -> None:
     parser.add_argument("--make", action="store_true", help="install the wheels into --venv first")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--mbit", type=int, default=None)
+    parser.add_argument("--cipher", default="", help="for every way: aes128-gcm@openssh.com, say (ssh's own first choice is chacha20)")
+    parser.add_argument("--ram", action="store_true", help="the target's disk is a tmpfs: measures everything but the disk")
     parser.add_argument("--compress", action="store_true", help="store objects compressed too")
     parser.add_argument("--cases", default="first,again")
     parser.add_argument("--only", default="", help="comma-separated ways of the first copy")
@@ -298,7 +309,7 @@ def main() -> None:
     home = arguments.home or Path(tempfile.mkdtemp(prefix="ddtree-bench-", dir="/var/tmp"))
     try:
         with Account() as account:
-            text = report(Bench(account, arguments.venv, arguments.mbit, home), arguments)
+            text = report(Bench(account, arguments.venv, arguments.mbit, arguments.cipher, arguments.ram, home), arguments)
         print(text)
         if arguments.out:
             arguments.out.write_text(text)

@@ -22,7 +22,7 @@ from typing import Any
 
 from ddtree_deploy import manifest as codec
 from ddtree_deploy.agent import durable
-from ddtree_deploy.agent.objects import Landing
+from ddtree_deploy.agent.landing import Landing
 from ddtree_deploy.agent.walk import hash_fd
 from ddtree_deploy.errors import IntegrityFailure, IoProblem, Locked, NoSpace, UsageProblem
 from ddtree_deploy.events import Emit, Progress, ignore
@@ -276,6 +276,14 @@ class Store:
             raise IntegrityFailure(f"snapshot `{name[:12]}` has no record in the store")
         return SnapshotRef(**{field: document[field] for field in SnapshotRef.__dataclass_fields__ if field in document})
 
+    def mark(self, name: str, complete: bool) -> None:
+        """Note in a snapshot's record whether the store has all of it, as it was just seen."""
+        path = os.fspath(self.references / f"{name}.json")
+        document = durable.read_json(path)
+        if self.remembers and document and document.get("complete", True) != complete:
+            with self._told():
+                durable.write_json(path, {**document, "complete": complete})
+
     def proof(self, name: str) -> Mapping[str, Any]:
         """Return what was proved on the source when the snapshot was taken (import results by module)."""
         return dict((durable.read_json(os.fspath(self.references / f"{name}.json")) or {}).get("proof", {}))
@@ -339,9 +347,11 @@ class Store:
         missing: list[tuple[str, str]] = []
         for ref in self.refs():
             try:
-                missing += [(ref.id, digest) for digest in self.absent(self.manifest(ref.id))]
+                lacking = self.absent(self.manifest(ref.id))
             except IntegrityFailure:
-                missing.append((ref.id, "manifest"))
+                lacking = ["manifest"]
+            self.mark(ref.id, not lacking)
+            missing += [(ref.id, what) for what in lacking]
         return StoreReport(len(digests), total, tuple(bad), tuple(missing))
 
     def prune(self, keep: int | None = None, dry_run: bool = False) -> Pruned:
@@ -432,12 +442,7 @@ class Ingest:
         self.store = store
         self.directory = store.temporary / f"in-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.directory.mkdir()
-        self.landing = Landing(os.fspath(self.directory), self._place, dict(expected))
-
-    def _place(self, digest: str, temporary: str) -> None:
-        received = Path(temporary)
-        received.chmod(0o444)
-        received.rename(self.directory / digest)
+        self.landing = Landing(os.fspath(self.directory), dict(expected), 0o444)
 
     @property
     def bad(self) -> Iterable[str]:

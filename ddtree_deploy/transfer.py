@@ -85,6 +85,8 @@ def push(
     live generation untouched; RevertedAfterFailure when the old one was restored; RestoreUnconfirmed when that is not known.
     """
     clock = _Clock()
+    if not store.ref(snapshot_id).complete:
+        _loaded(store, snapshot_id)  # known to lack something: unless that came back, the host is not even contacted
     with store.lock("push", shared=True), Session(host, writable=True, emit=emit) as session:
         if options.create and not _there(session):
             _create(session, _loaded(store, snapshot_id))
@@ -155,6 +157,7 @@ def _there(session: Session) -> bool:
 def _loaded(store: Store, snapshot_id: str) -> Manifest:
     manifest = store.manifest(snapshot_id)
     absent = store.absent(manifest)
+    store.mark(snapshot_id, not absent)
     if absent:
         raise IntegrityFailure(
             f"snapshot `{snapshot_id[:12]}` is incomplete: {len(absent)} objects are missing from the store",

@@ -52,6 +52,13 @@ def sync_file_system(path: str) -> None:
         os.close(fd)
 
 
+def begin_flush(fd: int) -> None:
+    """Ask the kernel to start writing a file's pages out now (sync_file_range(2)), without waiting; only a hint."""
+    call = getattr(_libc, "sync_file_range", None)
+    if call is not None:
+        call(fd, ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(2))
+
+
 def sync_directory(path: str) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

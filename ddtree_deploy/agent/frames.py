@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -11,11 +12,12 @@ import zlib
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
     from typing import Any
 
     ReadInto = Callable[[memoryview], int]
 
+_F_SETPIPE_SZ = 1031  # Python 3.9 has no name for it
 _PREFIX = struct.Struct(">IQ")
 MAX_HEADER = 1 << 20
 #: Structured payloads (file lists, manifests) are bounded, in bytes of JSON and in values, of which a million files have eleven
@@ -137,18 +139,31 @@ class Reader:
         self.left = 0
         return data
 
-    def chunks(self, size: int, buffer: bytearray) -> Iterator[memoryview]:
-        """Yield memoryviews of the next `size` payload bytes, read into `buffer` (a bytearray that is reused)."""
-        if size > self.left:
+    def fill(self, view: memoryview) -> None:
+        """Read exactly the next `len(view)` payload bytes."""
+        if len(view) > self.left:
             raise ProtocolError("an object reaches beyond its frame")
-        view = memoryview(buffer)
-        while size:
-            count = self.readinto(view[: min(size, len(buffer))])
+        self.left -= len(view)
+        while view:
+            count = self.readinto(view)
             if not count:
                 raise Closed(False)
-            size -= count
-            self.left -= count
-            yield view[:count]
+            view = view[count:]
+
+    def skip(self, size: int) -> None:
+        """Read and drop the next `size` payload bytes."""
+        scratch = memoryview(bytearray(min(size, CHUNK)))
+        while size:
+            self.fill(scratch[: min(size, CHUNK)])
+            size -= min(size, CHUNK)
+
+
+def widen(fd: int) -> None:
+    """Let a pipe hold a megabyte, so that its two ends wake each other less often (F_SETPIPE_SZ, fcntl(2)); best effort."""
+    try:
+        fcntl.fcntl(fd, _F_SETPIPE_SZ, 1 << 20)
+    except OSError:
+        pass  # not a pipe, or the user's share of pipe memory is used up
 
 
 def from_fd(fd: int) -> ReadInto:

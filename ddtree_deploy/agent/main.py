@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pkgutil
@@ -12,7 +13,7 @@ import threading
 import time
 import traceback
 
-from ddtree_deploy import agent
+import ddtree_deploy.agent as agent
 from ddtree_deploy.agent import frames, reads, writes
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.paths import HostilePath
@@ -35,6 +36,7 @@ class Session:
     def __init__(self, fd_in: int, fd_out: int, read_only: bool, zip_fd: int) -> None:
         self.reader = frames.Reader(self._read)
         self.fd_in = fd_in
+        frames.widen(fd_in)
         self.fd_out = fd_out
         self.read_only = read_only
         self.zip_fd = zip_fd
@@ -210,6 +212,7 @@ def main(zip_fd: int = -1) -> NoReturn:
     os.dup2(2, 1)
     os.close(null)
     os.umask(0o022)
+    gc.disable()  # a walk is a hundred thousand tuples that live as long as we do; nothing here makes cycles worth finding
     take_parts()
     frames.write_all(fd_out, frames.encode({"hello": reads.hello()}))
     sys.exit(serve(fd_in, fd_out, read_only, zip_fd))

@@ -1,11 +1,10 @@
-"""Objects on the move: many small files share a frame, a large one has its own; each is renamed only after its hash is right."""
+"""Objects on the way out: many small files share a frame, a large one has its own."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 
-from ddtree_deploy.agent import frames, zstd
+from ddtree_deploy.agent import frames
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -120,98 +119,6 @@ def valid_digest(text: object) -> bool:
     return isinstance(text, str) and len(text) == 64 and all(c in "0123456789abcdef" for c in text)
 
 
-def _is_row(item: list[Any]) -> bool:
+def is_row(item: list[Any]) -> bool:
     """Tell whether `item` is `[digest, size]` or `[digest, size, compressed size]`."""
     return len(item) in (2, 3) and valid_digest(item[0]) and all(type(number) is int and number >= 0 for number in item[1:])
-
-
-class Landing:
-    """Receive objects into a directory; `place(digest, temporary)` publishes one whose hash is right.
-
-    `bad` collects the digests whose bytes were something else; nothing of those is kept. After `fail()` the rest of the
-    stream is read and dropped, so that the connection stays in step.
-    """
-
-    def __init__(self, directory: str, place: Callable[[str, str], object], expected: dict[str, int] | None = None) -> None:
-        self.directory = directory
-        self.place = place
-        self.expected = expected
-        self.bad: list[str] = []
-        self.received = 0
-        self.bytes = 0
-        self.error: OSError | None = None
-        self._buffer = bytearray(frames.CHUNK)
-        self._count = 0
-
-    def receive(self, reader: frames.Reader, header: dict[str, Any]) -> None:
-        """Take one frame of objects. Raises ProtocolError when it is malformed; file-system errors end up in `error`."""
-        items = header.get("objects")
-        if not isinstance(items, list) or not all(isinstance(item, list) and _is_row(item) for item in items):
-            raise frames.ProtocolError("a frame of objects whose list is malformed")
-        if sum(item[-1] for item in items) != reader.left:
-            raise frames.ProtocolError("a frame of objects whose sizes do not add up")
-        for digest, size, *packed in items:
-            if self.expected is not None and self.expected.get(digest) != size:
-                raise frames.ProtocolError("an object that nobody asked for: %s" % digest)
-            self._one(reader, digest, size, packed[0] if packed else None)
-
-    def _one(self, reader: frames.Reader, digest: str, size: int, packed: int | None) -> None:
-        hasher = hashlib.sha256()
-        self._count += 1
-        temporary = os.path.join(self.directory, ".tmp-%d-%d-%d" % (os.getpid(), id(self) & 0xFFFFFF, self._count))
-        fd = None
-        try:
-            if self.error is None:
-                try:
-                    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-                except OSError as error:
-                    self.error = error
-            views = reader.chunks(size, self._buffer) if packed is None else self._unpacked(reader, size, packed)
-            for view in views:
-                if fd is None or self.error is not None:
-                    continue
-                hasher.update(view)
-                try:
-                    frames.write_all(fd, view)
-                except OSError as error:
-                    self.error = error
-            if self.error is None:
-                self._publish(digest, size, hasher.hexdigest(), temporary)
-        finally:
-            if fd is not None:
-                os.close(fd)
-                try:
-                    os.unlink(temporary)
-                except FileNotFoundError:
-                    pass
-
-    def _unpacked(self, reader: frames.Reader, size: int, packed: int) -> Iterator[memoryview]:
-        """Yield an object's own bytes out of `packed` compressed ones, at most `size`; a damaged stream ends early."""
-        stream = zstd.Stream()
-        good = True
-        try:
-            for view in reader.chunks(packed, self._buffer):
-                try:
-                    for piece in stream.feed(view) if good else ():
-                        size -= len(piece)
-                        if size < 0:
-                            raise zstd.Damaged("more bytes than were promised")
-                        yield piece
-                except zstd.Damaged:
-                    good = False
-        finally:
-            stream.close()
-
-    def _publish(self, digest: str, size: int, actual: str, temporary: str) -> None:
-        if actual != digest:
-            self.bad.append(digest)
-            return
-        try:
-            self.place(digest, temporary)
-        except OSError as error:
-            self.error = error
-            return
-        if self.expected is not None:
-            del self.expected[digest]  # once is enough: whoever sends it for ever would be received for ever
-        self.received += 1
-        self.bytes += size

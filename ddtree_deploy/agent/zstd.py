@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import Any
+    from typing import Any, Protocol
 
-_OUT = 1 << 20
+    class Memory(Protocol):
+        """Memory to work in: `view` for Python, its address `at` for C."""
+
+        view: memoryview
+        at: int
 
 
 class Damaged(Exception):
@@ -20,13 +24,14 @@ class _Buffer(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("size", ctypes.c_size_t), ("at", ctypes.c_size_t)]
 
 
+@functools.lru_cache(maxsize=None)
 def _library() -> Any:
     try:
         library = ctypes.CDLL("libzstd.so.1")
         library.ZSTD_createDStream.restype = ctypes.c_void_p
-        library.ZSTD_freeDStream.argtypes = [ctypes.c_void_p]
+        library.ZSTD_initDStream.argtypes = library.ZSTD_freeDStream.argtypes = [ctypes.c_void_p]
         library.ZSTD_decompressStream.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Buffer), ctypes.POINTER(_Buffer)]
-        library.ZSTD_decompressStream.restype = ctypes.c_size_t
+        library.ZSTD_initDStream.restype = library.ZSTD_decompressStream.restype = ctypes.c_size_t
         library.ZSTD_isError.argtypes = [ctypes.c_size_t]
     except (OSError, AttributeError):
         return None
@@ -44,50 +49,51 @@ def available() -> bool:
 
 
 class Stream:
-    """Decompress one object: `feed` yields pieces of at most 1 MiB; raises Damaged. Call `close` in the end."""
+    """Decompress one object after another: `begin`, then `feed` it bytes, and `step` until there is nothing more of them."""
 
     def __init__(self) -> None:
         self._library = _library()
-        self._state = self._library.ZSTD_createDStream() if self._library else None
         self._python: Any = None
-        if self._library is None:
+        self._data = b""
+        if self._library is not None:
+            self._state = self._library.ZSTD_createDStream()
+
+    def begin(self) -> None:
+        """Forget the object before."""
+        if self._library is not None:
+            self._library.ZSTD_initDStream(self._state)
+        else:
             from compression.zstd import ZstdDecompressor  # type: ignore[import-not-found,unused-ignore]
 
             self._python = ZstdDecompressor()
+
+    def feed(self, source: Memory, size: int) -> None:
+        """Take the next `size` compressed bytes from `source`, which stays as it is until they are used up."""
+        if self._library is not None:
+            self._source = _Buffer(source.at, size, 0)
         else:
-            self._out = ctypes.create_string_buffer(_OUT)
+            self._data = bytes(source.view[:size])
 
-    def feed(self, view: memoryview) -> Iterator[memoryview]:
-        if self._python is not None:
-            yield from self._feed_python(view)
-            return
-        data = bytes(view)
-        source = _Buffer(ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p), len(data), 0)
-        whole = memoryview(self._out)
-        while True:
-            target = _Buffer(ctypes.addressof(self._out), _OUT, 0)
-            left = self._library.ZSTD_decompressStream(self._state, ctypes.byref(target), ctypes.byref(source))
-            if self._library.ZSTD_isError(left):
-                raise Damaged("a damaged zstandard stream")
-            if target.at:
-                yield whole[: target.at]
-            if source.at >= source.size and target.at < _OUT:
-                return
+    def step(self, out: Memory) -> int:
+        """Put the next decompressed bytes into `out` and return how many; 0 means: feed more. Raises Damaged."""
+        if self._library is None:
+            return self._step_python(out)
+        target = _Buffer(out.at, len(out.view), 0)
+        if self._library.ZSTD_isError(self._library.ZSTD_decompressStream(self._state, ctypes.byref(target), ctypes.byref(self._source))):
+            raise Damaged("a damaged zstandard stream")
+        return int(target.at)
 
-    def _feed_python(self, view: memoryview) -> Iterator[memoryview]:
-        data = bytes(view)
+    def _step_python(self, out: Memory) -> int:
+        if self._python.eof or (self._python.needs_input and not self._data):
+            return 0
         try:
-            while True:
-                piece = self._python.decompress(data, _OUT)
-                data = b""
-                if piece:
-                    yield memoryview(piece)
-                if self._python.eof or self._python.needs_input:
-                    return
+            piece = self._python.decompress(self._data, len(out.view))
         except Exception as error:
             raise Damaged(str(error)) from None
+        self._data = b""
+        out.view[: len(piece)] = piece
+        return len(piece)
 
-    def close(self) -> None:
-        if self._state:
+    def __del__(self) -> None:
+        if self._library is not None:
             self._library.ZSTD_freeDStream(self._state)
-            self._state = None

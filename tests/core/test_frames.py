@@ -99,7 +99,7 @@ def test_an_object_may_not_reach_beyond_its_frame() -> None:
     reader = frames.Reader(source(frames.encode({}, 3) + b"abcdef"))
     reader.header()
     with pytest.raises(frames.ProtocolError):
-        list(reader.chunks(4, bytearray(16)))
+        reader.fill(memoryview(bytearray(4)))
 
 
 @given(JSON)

@@ -11,6 +11,7 @@ import pytest
 import zstandard
 
 from ddtree_deploy.agent import frames, objects, zstd
+from ddtree_deploy.agent.landing import Landing
 from ddtree_deploy.store import Store
 
 
@@ -18,7 +19,7 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def landed(tmp_path: Path, items: list[tuple[str, int]], files: dict[str, bytes], packed: dict[str, int]) -> objects.Landing:
+def landed(tmp_path: Path, items: list[tuple[str, int]], files: dict[str, bytes], packed: dict[str, int]) -> Landing:
     """Send through a pipe that is a file, and receive into a directory."""
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
@@ -27,7 +28,7 @@ def landed(tmp_path: Path, items: list[tuple[str, int]], files: dict[str, bytes]
         for batch in objects.batches(items, packed):
             objects.send_batch(batch, {"op": "objects"}, lambda item: os.open(tmp_path / item[0], os.O_RDONLY), sink.write, None, packed)
     (tmp_path / "in").mkdir()
-    landing = objects.Landing(os.fspath(tmp_path / "in"), lambda d, at: os.rename(at, tmp_path / "in" / d), dict(items))
+    landing = Landing(os.fspath(tmp_path / "in"), dict(items))
     with wire.open("rb") as source:
         reader = frames.Reader(source.readinto)
         while True:
