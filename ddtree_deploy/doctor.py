@@ -9,12 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddtree_deploy.errors import DeployError
 from ddtree_deploy.events import Emit, Step, ignore
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.models import Check
+
+if TYPE_CHECKING:
+    from ddtree_deploy.session import Session
 
 LOW_BYTES = 20 << 30
 SKEW_SECONDS = 60.0
@@ -210,6 +213,7 @@ def _reach(host: Host) -> Iterator[Check]:
         if look.fields.get("managed"):
             yield from _drift(host, session.ask("drift", venv=host.venv).value)
         yield from _users(session.ask("users", venv=host.venv).value)
+        yield from _tree(session)
 
 
 def _venv(look: Mapping[str, Any]) -> Iterator[Check]:
@@ -293,7 +297,15 @@ def _drift(host: Host, found: Mapping[str, Any]) -> Iterator[Check]:
         yield ok("drift", "none")
 
 
+def _tree(session: Session) -> Iterator[Check]:
+    """Judge the environment as it stands: was it merged by hand, does everything link, whose are the JIT caches."""
+    from ddtree_deploy.oracle import tree_checks
+
+    yield from tree_checks(session)
+
+
 def _users(found: Mapping[str, Any]) -> Iterator[Check]:
     pids = sorted({user["pid"] for user in found["users"]})
-    unread = f" ({found['unread']} processes could not be looked at)" if found.get("unread") else ""
+    count = found.get("unread")
+    unread = f" ({count} process{'es' * (count > 1)} could not be looked at)" if count else ""
     yield ok("processes", (f"in use by pid {', '.join(map(str, pids))}" if pids else "none uses the venv") + unread)

@@ -142,13 +142,13 @@ def unchanged(generation: int) -> tuple[Check, ...]:
     return (Check("K1", "ok", f"no shared object and no metadata changes: judged when generation {generation} was pushed"),)
 
 
-def link_checks(session: Session) -> tuple[Check, ...]:
-    """Judge the live tree as it stands (`verify --level link`)."""
+def tree_checks(session: Session) -> tuple[Check, ...]:
+    """Judge the live tree as it stands (`verify --level link`, `doctor`)."""
     site = target_site(session)
     with _facts_of(session.host.name):
         verdict = abi.inspect(site)
     found = tuple(check for check in verdict.checks if check.level != "ok")
-    return found or (Check("link", "ok", "every shared object finds what it needs"),)
+    return found or (Check("link", "ok", "every shared object finds what it needs, and the tree is of one piece"),)
 
 
 def gpu_checks(session: Session) -> tuple[Check, ...]:

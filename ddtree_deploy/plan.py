@@ -71,7 +71,7 @@ def make(
         result=result,
         packages=_package_table(target, moved, merged.replaced, result, changes, why or {}),
         changes=changes,
-        checks=(*interpreter_checks(snapshot.python, target.python), *_place_checks(target, result), *checks),
+        checks=(*interpreter_checks(snapshot.python, target.python), *_place_checks(target, result, judged=oracle is not None), *checks),
         uses=tuple(uses),
         oracle=oracle,
         overlay=overlay,
@@ -255,12 +255,15 @@ def _minor(python: PythonFacts) -> str:
     return ".".join(python.version.split(".")[:2])
 
 
-def _place_checks(target: Inventory, result: Manifest) -> tuple[Check, ...]:
-    """Check the place itself (K12): writable, not noexec, not NFS, inodes and bytes for what is new."""
+def _place_checks(target: Inventory, result: Manifest, judged: bool = False) -> tuple[Check, ...]:
+    """Check the place itself (K12): writable, not noexec, not NFS, inodes and bytes for what is new.
+
+    With `judged`, the oracle has looked at the links that leave the tree (K10), and blocks where they would be missed.
+    """
     out = []
     space = target.facts.get("space", {})
     mount = (space.get("mount", ""),)
-    left = tuple(target.facts.get("left_behind", ()))
+    left = tuple(row for row in target.facts.get("left_behind", ()) if not (judged and row.endswith("(outside-link)")))
     if left:
         text = "the new generation is made without what can not be carried: " + ", ".join(left[:5])
         out.append(Check("K12", "warn", text, left[:20], "put into the venv what the links point to, or link it again after the push"))

@@ -11,7 +11,7 @@ from ddtree_deploy.errors import UsageProblem
 from ddtree_deploy.events import Emit, Note, Step, ignore
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.models import STOCK, Check, ImportProof, Proofs
-from ddtree_deploy.oracle import gpu_checks, link_checks
+from ddtree_deploy.oracle import gpu_checks, tree_checks
 from ddtree_deploy.origins import Classified, classify
 from ddtree_deploy.session import Session
 from ddtree_deploy.snapshot import import_proof, modules_of
@@ -128,7 +128,7 @@ def _overlay(live: _Live, imports: Sequence[ImportProof]) -> tuple[Check, ...]:
 
 
 def _link(live: _Live, proofs: Proofs) -> Proofs:
-    return replace(proofs, extra=(*proofs.extra, *link_checks(live.session)))
+    return replace(proofs, extra=(*proofs.extra, *tree_checks(live.session)))
 
 
 def _gpu(live: _Live, proofs: Proofs) -> Proofs:

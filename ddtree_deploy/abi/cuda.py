@@ -1,9 +1,9 @@
 """Facts about CUDA that no file states: which soname belongs to which major, which driver speaks what, which GPU runs
 what.
 
-Sources: the CUDA Toolkit release notes (table "CUDA Toolkit and corresponding driver versions"), CUDA Compatibility
-(minor version compatibility), the Blackwell compatibility guide, and "family-specific architecture features" (CUDA
-12.9).
+Sources: the CUDA Toolkit release notes of 12.9 and 13.3 (table "CUDA Toolkit and Corresponding Driver Versions", GA rows),
+CUDA Compatibility (minor version compatibility: 11.x >= 450, 12.x >= 525, 13.x >= 580, newer drivers run older CUDA), the
+Blackwell compatibility guide, and "family-specific architecture features" (CUDA 12.9).
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ RUNTIME = re.compile(r"libcudart(?:-[0-9a-f]+)?\.so\.(\d+)")
 AMBIGUOUS = re.compile(r"lib(?:cudnn\w*|nccl|nvshmem_host|cusparseLt|cusparse|cufile|curand)\.so\.\d+$")
 OLD_LAYOUT = re.compile(r"(?:^|/)nvidia/(?!cu\d+/)[^/]+/lib/[^/]+$")
 
-# Minimum Linux driver for any 12.x or 13.x (minor version compatibility), and the driver that came with each toolkit.
+# Minimum Linux driver for any release of a major: the branch that the compatibility guide names, the point release of the
+# first toolkit in it (of 11.x the one that the guide names). The driver that came with each toolkit is only a recommendation;
+# from 13.4 on none comes with it, so that there is no row to compare with.
 MINIMUM_DRIVER = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580, 65, 6)}
 MATCHED_DRIVER = {
     (11, 8): (520, 61, 5), (12, 0): (525, 60, 13), (12, 1): (530, 30, 2), (12, 2): (535, 54, 3), (12, 3): (545, 23, 6),
     (12, 4): (550, 54, 14), (12, 5): (555, 42, 2), (12, 6): (560, 28, 3), (12, 8): (570, 26), (12, 9): (575, 51, 3),
-    (13, 0): (580, 65, 6), (13, 1): (590, 44, 1),
+    (13, 0): (580, 65, 6), (13, 1): (590, 44, 1), (13, 2): (595, 45, 4), (13, 3): (610, 43, 2),
 }  # fmt: skip
 # The first toolkit whose nvcc knows the architecture.
 FIRST_NVCC = {(8, 9): (11, 8), (9, 0): (11, 8), (10, 0): (12, 8), (10, 3): (12, 9), (12, 0): (12, 8), (12, 1): (12, 9)}

@@ -54,7 +54,8 @@ class Verdict:
     """What the oracle says: evidence per check, tags, what moves, what goes, what was allowed, and the smallest set.
 
     `moved` are normalised names; `removed` are `(name, version, why)` of the target's distributions whose files must
-    go; `allowed` are `(check, what, reason)` that were used.
+    go; `broken` are the distributions of the target that nobody moves and that would not work afterwards; `allowed` are
+    `(check, what, reason)` that were used.
     """
 
     target: str
@@ -64,6 +65,7 @@ class Verdict:
     tags: tuple[tags.TagRow, ...] = ()
     allowed: tuple[tuple[str, str, str], ...] = ()
     solution: Solution | None = None
+    broken: tuple[str, ...] = ()
 
     def level(self, check: str) -> str:
         levels = {item.level for item in self.evidence if item.check == check}
@@ -131,7 +133,17 @@ def judge(
         tags.table(source, target, case.result),
         allowed,
         solution,
+        _broken(case),
     )
+
+
+def _broken(case: Case) -> tuple[str, ...]:
+    """Name the distributions that stay on the target and lose a library, a symbol, or a version that they insist on."""
+    here = {dist.key: dist for dist in case.result.tree.dists}
+    moved = {dist.key for dist in case.composition.moved}
+    lost = {dist.key for miss in case.fresh if not case.from_source(miss.by) for dist in [case.composition.dist(miss.by)] if dist}
+    lost |= {item.dist for item in rules_tree.new_unmet(case) if item.exact and item.dist not in moved}
+    return tuple(sorted(here[key].shown for key in lost if key in here))
 
 
 def _apply(evidence: tuple[Evidence, ...], allow: tuple[Allowance, ...]) -> tuple[tuple[Evidence, ...], tuple[tuple[str, str, str], ...]]:
@@ -165,12 +177,16 @@ def inspect(site: Site) -> Verdict:
         found.append(Evidence(rules_link.check_of(miss), level, miss.item, text))
     found += rules_cuda.one_a_distribution(site, rules_cuda.mixed(site))
     found += rules_tree.merged(site)
+    found += (
+        Evidence("K10", WARN, path, f"{shown}, outside of the tree: a snapshot does not carry it, a push would leave it out{more}")
+        for path, shown, more in rules_tree.links_out(site.tree, lambda _path, _owner: True)
+    )
     found += rules_tree.disagreements(site)
     for dist in site.tree.dists:
         found += rules_tree.incomplete(dist, site.name, BLOCK)
     for rule in (rules_cuda.driver, rules_host.environment, rules_host.in_use):
         found += rule(case)
-    found += rules_host.stale(site, site.tree.cuda_major, False)
+    found += rules_host.stale(site, site.tree, False)
     found += rules_host.filesystem(case)
     evidence = tuple(dict.fromkeys(sorted(found)))
     return Verdict(site.name, (), (), evidence, tags.table(site, site, site))

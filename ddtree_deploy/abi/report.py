@@ -23,6 +23,7 @@ def verdict_to_json(verdict: Verdict) -> dict[str, Any]:
         "ok": verdict.ok,
         "moved": list(verdict.moved),
         "removed": [list(row) for row in verdict.removed],
+        "broken": list(verdict.broken),
         "checks": [{"id": c.id, "level": c.level, "text": c.text, "evidence": list(c.evidence), "mend": c.mend} for c in verdict.checks],
         "evidence": [asdict(item) for item in verdict.evidence],
         "tags": [asdict(row) for row in verdict.tags],
@@ -37,6 +38,7 @@ def _solution_to_json(solution: Solution, target: str) -> dict[str, Any]:
         "steps": [asdict(step) for step in solution.steps],
         "unsolved": list(solution.unsolved),
         "names": list(solution.names),
+        "spelled": list(solution.spelled),
         "command": solution.command(target),
     }
 
@@ -55,7 +57,11 @@ def verdict_from_json(data: Mapping[str, Any]) -> Verdict:
         tuple((row[0], row[1], row[2]) for row in data["allowed"]),
         None
         if solution is None
-        else Solution(tuple(solution["asked"]), tuple(Step(**step) for step in solution["steps"]), tuple(solution["unsolved"])),
+        else Solution(
+            tuple(solution["asked"]), tuple(Step(**step) for step in solution["steps"]), tuple(solution["unsolved"]),
+            tuple(solution["spelled"]),
+        ),
+        tuple(data["broken"]),
     )
 
 
@@ -79,7 +85,7 @@ def lines(verdict: Verdict, notes: bool = False) -> Iterator[str]:
     """Yield the verdict as aligned plain text: tags that differ, checks with evidence, the set and its command."""
     rows = [row for row in verdict.tags if row.differs]
     for row in rows:
-        yield f"{row.name}: {row.source} | {row.target} | {row.result}"
+        yield f"{row.name}: {' | '.join(row.brief)}"
     if rows:
         yield ""
     for check in verdict.checks:
@@ -88,6 +94,9 @@ def lines(verdict: Verdict, notes: bool = False) -> Iterator[str]:
             if item.check == check.id and (notes or item.level != NOTE):
                 yield f"       {'!' if item.level == BLOCK else '-'} {item.text}"
     solution = verdict.solution
+    if verdict.broken:
+        yield ""
+        yield f"would no longer work, and is not moved: {', '.join(verdict.broken)}"
     if solution is not None:
         yield ""
         for step in solution.steps:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ddtree_deploy.abi import cuda
 from ddtree_deploy.abi.case import BLOCK, NOTE, WARN, Case, Evidence
-from ddtree_deploy.abi.model import Site
+from ddtree_deploy.abi.model import Site, Tree
 
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "fuse.sshfs", "lustre", "gpfs", "9p", "glusterfs")
 SHOWN = 3  # of the processes that use a tree, so many are named
@@ -108,7 +108,7 @@ def jit(case: Case) -> Iterator[Evidence]:
     """Report JIT caches that belong to another environment, and compilers that a JIT would need (K16)."""
     host, tree = case.target.host, case.result.tree
     changed = tree.torch_version != case.target.tree.torch_version or any(d.key == "triton" for d in case.composition.moved)
-    yield from stale(case.target, tree.cuda_major, changed)
+    yield from stale(case.target, tree, changed)
     if not any(dist.key in JIT_PACKAGES for dist in tree.dists):
         return
     nvcc = host.get("tools", "nvcc")
@@ -136,8 +136,9 @@ def jit(case: Case) -> Iterator[Evidence]:
             yield Evidence("K16", NOTE, name, f"no {name} on {case.target.name}: a JIT can not build there")
 
 
-def stale(site: Site, major: int | None, changed: bool) -> Iterator[Evidence]:
-    """Report caches on a host that were filled by another CUDA, or will be after this change (K16)."""
+def stale(site: Site, tree: Tree, changed: bool) -> Iterator[Evidence]:
+    """Report caches on a host that another CUDA or Triton than `tree`'s filled, or that this change makes old (K16)."""
+    major, triton = tree.cuda_major, (tree.raw.get("versions") or {}).get("triton")
     for cache in site.host.get("caches") or ():
         wrong = [
             (row["path"], soname)
@@ -145,13 +146,18 @@ def stale(site: Site, major: int | None, changed: bool) -> Iterator[Evidence]:
             for soname in row.get("needed") or ()
             if major is not None and cuda.soname_majors(soname) and major not in cuda.soname_majors(soname)
         ]
+        foreign = sorted(version for version in cache.get("triton") or () if triton and version != triton)
         mend = "`launch` gives every generation its own cache; remove this one if nothing else uses it"
         if wrong:
             path, soname = wrong[0]
             text = f"`{cache['path']}` holds `{path}`, which needs `{soname}`: built for another CUDA than {major}"
             yield Evidence("K16", WARN, cache["path"], text, mend)
+        elif foreign:
+            text = f"`{cache['path']}` has kernels of triton {', '.join(foreign)}; here it is {triton}"
+            yield Evidence("K16", WARN, cache["path"], text, mend)
         elif changed and cache.get("files"):
-            text = f"`{cache['path']}` has {cache['files']} files of the environment before"
+            count = cache["files"]
+            text = f"`{cache['path']}` has {count} file{'s' * (count > 1)} of the environment before"
             text += ": stale kernels give wrong text, not errors"
             yield Evidence("K16", WARN, cache["path"], text, mend)
         blind = [

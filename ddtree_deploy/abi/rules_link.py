@@ -62,7 +62,7 @@ def _evidence(case: Case, check: str, kind: str, misses: list[Miss]) -> Evidence
         text = f"{who} needs `{first.item}`"
         what = first.item
         if len(misses) > 1:
-            text += f", and so do {len(misses) - 1} more of its files"
+            text += f", and so {'do' if len(misses) > 2 else 'does'} {len(misses) - 1} more of its files"
     provider = case.provider(first)
     if provider is None:
         text += f"; nothing on {case.target.name} provides it"

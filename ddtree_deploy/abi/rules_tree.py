@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 
 from ddtree_deploy.abi.case import BLOCK, NOTE, WARN, Case, Evidence
 from ddtree_deploy.abi.closure import EXTENSION
-from ddtree_deploy.abi.model import Dist, Site
+from ddtree_deploy.abi.model import Dist, Site, Tree
 
 # A partner that must have the very same version, though its metadata does not say so.
 PAIRS = (("flashinfer-cubin", "flashinfer-python"), ("flashinfer-jit-cache", "flashinfer-python"))
@@ -224,9 +224,13 @@ def paths(case: Case) -> Iterator[Evidence]:
         outside = [line for line in lines if line.startswith("/") and not line.startswith(case.source.tree.root)]
         if outside and name in moved:
             yield Evidence("K10", WARN, name, f"`{name}` adds `{outside[0]}`, a path of {case.source.name}")
-    for path, target in case.source.tree.raw.get("outside_links") or ():
-        if path in moved or re.split("/", path)[0] in {p.split("/")[0] for p in moved}:
-            yield Evidence("K10", WARN, path, f"`{path}` links to `{target}`, outside of the tree")
+    rules = case.composition.rules
+    for path, shown, more in links_out(case.source.tree, rules.comes):
+        text = f"{shown}, outside of the tree: it would be missing on {case.target.name}{more}"
+        yield Evidence("K10", BLOCK, path, text, f"replace it by what it points to on {case.source.name}, and snapshot again")
+    for path, shown, more in links_out(case.target.tree, rules.stays):
+        text = f"{shown}, outside of the tree: no generation can hold it, it would be gone{more}"
+        yield Evidence("K10", BLOCK, path, text, "replace it by what it points to, or allow it and link it again after the push")
     executable = case.target.host.get("python", "executable")
     if executable and case.target.host.get("python", "error"):
         yield Evidence(
@@ -238,6 +242,23 @@ def paths(case: Case) -> Iterator[Evidence]:
         )
 
 
+def links_out(tree: Tree, counts: Callable[[str, int], bool]) -> Iterator[tuple[str, str, str]]:
+    """Yield the links out of a tree that resolve, for which `counts(path, owner)`: one a distribution, and how many more.
+
+    A link that dangles gave nothing before and is not missed.
+    """
+    groups: dict[int | str, list[tuple[str, str]]] = {}
+    for path, target, *resolves in tree.raw.get("outside_links") or ():
+        owner = next((index for index, dist in enumerate(tree.dists) if path in dist.owns), -1)
+        if all(resolves) and counts(path, owner):
+            groups.setdefault(owner if owner >= 0 else path, []).append((path, target))
+    for who, found in sorted(groups.items(), key=lambda group: group[1]):
+        path, target = found[0]
+        label = f" ({tree.dists[who].shown})" if isinstance(who, int) else ""
+        more = f"; and so would {len(found) - 1} more of its files" if len(found) > 1 else ""
+        yield path, f"`{path}`{label} is a link to `{target}`", more
+
+
 def merged(site: Site) -> Iterator[Evidence]:
     """Recognise a tree that was laid over another by hand: resized files and strangers by the hundred (K8)."""
     resized = [(count, dist, examples) for dist in site.tree.dists for count, examples in [dist.sample("resized")] if count]
@@ -246,10 +267,11 @@ def merged(site: Site) -> Iterator[Evidence]:
     if overwritten and total > 20:
         names = ", ".join(dist.shown for _count, dist, _examples in sorted(overwritten, key=lambda row: -row[0])[:4])
         strangers = (site.tree.raw.get("unowned") or {}).get("count", 0)
+        majors, newcomer = _newcomer(site)
         yield Evidence(
             "K8", BLOCK, "merged tree",
-            f"{total} files differ in size from their RECORD and {strangers} belong to nobody: "
-            f"another environment was laid over {names}",
+            f"a merged tree{majors}: {newcomer} was laid over {names}; {total} files differ in size from their RECORD, "
+            f"{strangers} belong to nobody",
             "push a complete set, which removes the old distributions' files",
         )  # fmt: skip
     elif total:
@@ -260,3 +282,13 @@ def merged(site: Site) -> Iterator[Evidence]:
             dist.key,
             f"{total} files differ in size from their RECORD, `{examples[0]}` of {dist.shown} first",
         )
+
+
+def _newcomer(site: Site) -> tuple[str, str]:
+    """Return which CUDA lies over which (", CUDA 13 over CUDA 12", or nothing), and what the code of a merged tree is."""
+    tree, torch = site.tree, site.tree.dist("torch")
+    if torch is None or tree.torch_version is None or _public(torch.version) == _public(tree.torch_version):
+        return "", "another environment"
+    below = {int(match.group(1)) for dist in tree.dists for match in [re.search(r"-cu(\d+)$", dist.key)] if match}
+    majors = f", CUDA {tree.cuda_major} over CUDA {max(below)}" if below and tree.cuda_major not in {None, *below} else ""
+    return majors, f"torch {tree.torch_version}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from ddtree_deploy.abi.rules_tree import new_unmet
 from ddtree_deploy.composition import CUDA_SUFFIX
 
 MAX_ROUNDS = 24
+FAMILY = 3  # so many names with one beginning, and no other on the source, are said as `nvidia*`
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -36,12 +38,14 @@ class Step:
 class Solution:
     """The set: what was asked for, what is added and why, and what no move can mend.
 
-    `names` is everything that moves, sorted. `unsolved` are sentences; the set is consistent when there are none.
+    `names` is everything that moves, sorted; `spelled` the same as `--only` may say it. `unsolved` are sentences; the set
+    is consistent when there are none.
     """
 
     asked: tuple[str, ...]
     steps: tuple[Step, ...]
     unsolved: tuple[str, ...]
+    spelled: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,8 +64,10 @@ class Solution:
             name = by_name[name].asker
         return tuple(out)
 
-    def command(self, target: str) -> str:
-        return " ".join(["ddtree-deploy push", target, *(f"--only {name}" for name in self.names)])
+    def command(self, target: str, *options: str) -> str:
+        """Return the one command that pushes the set; `options` say what else was meant (`--venv`, `--snapshot`)."""
+        only = (f"--only {shlex.quote(name)}" for name in self.spelled or self.names)
+        return " ".join(["ddtree-deploy push", target, *options, *only])
 
 
 def roots(source: Site, names: Collection[str]) -> tuple[str, ...]:
@@ -78,6 +84,14 @@ def roots(source: Site, names: Collection[str]) -> tuple[str, ...]:
             if any(fnmatch.fnmatchcase(dist.key, pattern) for pattern in wanted) or packages & dist.owns
         )
     )
+
+
+def spell(names: Collection[str], everything: Collection[str]) -> tuple[str, ...]:
+    """Return names sorted, families that are in whole said by their beginning: `nvidia*`."""
+    families = {name.partition("-")[0] for name in names}
+    whole = {family for family in families for all_ in [[n for n in everything if n.startswith(family)]]
+             if len(all_) >= FAMILY and set(all_) <= set(names)}  # fmt: skip
+    return tuple(sorted({f"{family}*" if family in whole else name for name in names for family in [name.partition("-")[0]]}))
 
 
 def smallest_set(source: Site, target: Site, asked: Collection[str]) -> Solution:
@@ -105,7 +119,8 @@ def solve(source: Site, target: Site, asked: Collection[str], before: Closure, n
             break
     steps = _prune(source, target, start, steps, before, now)
     unsolved = _forced(make_case(source, target, start | steps.keys(), before, now))[1]
-    return Solution(tuple(sorted(start)), tuple(steps.values()), unsolved)
+    spelled = spell(start | steps.keys(), {dist.key for dist in source.tree.dists})
+    return Solution(tuple(sorted(start)), tuple(steps.values()), unsolved, spelled)
 
 
 def _prune(source: Site, target: Site, start: frozenset[str], steps: dict[str, Step], before: Closure, now: Closure) -> dict[str, Step]:

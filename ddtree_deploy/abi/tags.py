@@ -28,6 +28,14 @@ class TagRow:
     def differs(self) -> bool:
         return len({self.source, self.target, self.result}) > 1
 
+    @property
+    def brief(self) -> tuple[str, str, str]:
+        """The three values, without what all three share."""
+        sides = [side.split() for side in (self.source, self.target, self.result)]
+        common = set(sides[0]).intersection(*sides[1:])
+        short = [" ".join([*(["…"] if common else []), *(value for value in side if value not in common)]) for side in sides]
+        return short[0], short[1], short[2]
+
 
 def properties(site: Site) -> dict[str, tuple[str, ...]]:
     """Return the properties of an environment: feature -> sorted values."""

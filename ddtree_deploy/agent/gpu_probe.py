@@ -32,11 +32,19 @@ torch.manual_seed(0)
 COUNT = (
     PRELUDE
     + """
-rows = []
-for index in range(torch.cuda.device_count()):
-    major, minor = torch.cuda.get_device_capability(index)
-    rows.append({"index": index, "name": torch.cuda.get_device_name(index), "cc": "%d.%d" % (major, minor)})
-print(json.dumps(rows))
+rows, reason = [], "torch %s sees no GPU" % torch.__version__
+if torch.version.cuda is None:
+    reason = "torch %s is built without CUDA" % torch.__version__
+else:
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        rows.append({"index": index, "name": torch.cuda.get_device_name(index), "cc": "%d.%d" % (major, minor)})
+    if not rows:
+        try:
+            torch.cuda.init()
+        except Exception as error:
+            reason += ": %s" % str(error).split(". ")[0].rstrip(".")
+print(json.dumps([rows, reason]))
 """
 )
 
@@ -121,10 +129,10 @@ def _count(root: str, python: str, env: Env, scratch: str, timeout: float) -> tu
     if outcome:
         return [], "torch does not answer: %s" % outcome
     try:
-        gpus = json.loads(output.strip().splitlines()[-1])
+        gpus, reason = json.loads(output.strip().splitlines()[-1])
     except (ValueError, IndexError):
-        return [], "torch does not answer"
-    return gpus, None if gpus else "torch sees no GPU"
+        return [], "torch does not answer: it printed no list of GPUs"
+    return gpus, None if gpus else reason
 
 
 def _each(root: str, python: str, env: Env, scratch: str, timeout: float, index: int) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ PROBE_PYTHON = (
     "'free_threaded':bool(g('Py_GIL_DISABLED')),'machine':platform.machine(),'executable':sys.executable}))"
 )
 MAX_CACHE_OBJECTS = 200
+TRITON_VERSION = re.compile(r'"triton_version": ?"([^"]+)"')
 TRUSTED_DIRS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
 
 
@@ -271,7 +272,10 @@ def _owner(root: str) -> Facts | None:
 
 
 def caches(env: Mapping[str, str], home: str) -> list[Facts]:
-    """Return the JIT caches that exist, with their shared objects (at most 200): what they need, for which GPU."""
+    """Return the JIT caches that exist, with their shared objects (at most 200): what they need, for which GPU.
+
+    `triton` are the versions of Triton that wrote kernels there, as their metadata says (200 of them are read).
+    """
     out = []
     user = os.path.basename(home) or "root"
     for kind, variable, default in CACHES:
@@ -282,7 +286,8 @@ def caches(env: Mapping[str, str], home: str) -> list[Facts]:
         if not os.path.isdir(path):
             continue
         objects: list[Facts] = []
-        count = 0
+        versions: set[str] = set()
+        count = asked = 0
         for directory, _names, files in os.walk(path):
             count += len(files)
             for name in files:
@@ -291,7 +296,12 @@ def caches(env: Mapping[str, str], home: str) -> list[Facts]:
                     row = {key: facts[key] for key in ("needed", "archs", "problems")}
                     row["path"] = os.path.relpath(os.path.join(directory, name), path)
                     objects.append(row)
-        out.append({"kind": kind, "path": path, "files": count, "objects": objects, "mount": mount_of(path)})
+                elif kind == "triton" and name.endswith(".json") and not name.startswith("__grp__") and asked < MAX_CACHE_OBJECTS:
+                    asked += 1
+                    match = TRITON_VERSION.search(_read(os.path.join(directory, name)) or "")
+                    versions.update(match.groups() if match else ())
+        row = {"kind": kind, "path": path, "files": count, "objects": objects, "mount": mount_of(path)}
+        out.append(dict(row, triton=sorted(versions)))
     return out
 
 

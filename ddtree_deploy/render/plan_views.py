@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -68,19 +69,25 @@ def check_lines(checks: tuple[Check, ...], verbose: int = 0) -> list[tuple[str, 
     return lines
 
 
-def oracle_lines(plan: Plan) -> list[tuple[str, str]]:
-    """Lay out what the ABI oracle adds to the checks: tags that differ, and, where it blocks, the set that would not."""
-    verdict = plan.oracle
-    if verdict is None:
-        return []
-    rows = [(row.name, row.source, row.target, row.result) for row in verdict.tags if row.differs]
+def tag_lines(plan: Plan) -> list[tuple[str, str]]:
+    """Lay out the ABI tags that differ between the snapshot, the target and the result."""
+    rows = [(row.name, *row.brief) for row in plan.oracle.tags if row.differs] if plan.oracle else []
     table = plain_table(columns("ABI tag", "snapshot", "here now", "becomes"), rows) if rows else []
-    lines = [(f"   {line}", "bold" if not index else "") for index, line in enumerate(table)]
-    if verdict.solution is not None:
-        lines += [(f"also needed: {step.text}", "yellow") for step in verdict.solution.steps]
-        lines += [(f"no set mends this: {text}", "red") for text in verdict.solution.unsolved]
-        if verdict.solution.consistent and verdict.solution.steps:
-            lines.append((f"hint: {verdict.solution.command(plan.target)}", "cyan"))
+    return [(f"   {line}", "bold" if not index else "") for index, line in enumerate(table)]
+
+
+def set_lines(plan: Plan) -> list[tuple[str, str]]:
+    """Lay out, where the oracle blocks, the smallest set that would not, why each is in it, and the command that pushes it."""
+    solution = plan.oracle.solution if plan.oracle else None
+    if solution is None:
+        return []
+    broken = plan.oracle.broken if plan.oracle else ()
+    lines = [(f"would no longer work, and is not moved: {', '.join(broken)}", "red")] if broken else []
+    lines += [(f"also needed: {step.text}", "yellow") for step in solution.steps]
+    lines += [(f"no set mends this: {text}", "red") for text in solution.unsolved]
+    if solution.consistent and solution.steps:
+        command = solution.command(plan.target, f"--venv {shlex.quote(plan.venv)}", f"--snapshot {short(plan.snapshot)}")
+        lines.append((f"hint: {plural(len(solution.names), 'distribution')} that go together: {command}", "cyan"))
     return lines
 
 
@@ -115,9 +122,7 @@ def lay_out(ui: Ui, plan: Plan, files: bool, say: Callable[[str, str], None], ro
         for change in plan.changes:
             origin = f"  ({change.origin})" if change.origin not in ("", "stock") else ""
             say(f"{change.sign} {change.path}{origin}", STYLES.get(change.sign, ""))
-    for line, style in oracle_lines(plan):
-        say(line, style)
-    for line, style in check_lines(plan.checks, ui.verbose):
+    for line, style in (*tag_lines(plan), *check_lines(plan.checks, ui.verbose), *set_lines(plan)):
         say(line, style)
     for line in use_lines(plan.uses):
         say(line, "yellow")

@@ -10,9 +10,14 @@ from ddtree_deploy.agent import gpu_probe
 
 TORCH = """
 import os, signal
+__version__ = "2.11.0+cu130"
+class version:
+    cuda = "13.0"
 def manual_seed(seed):
     pass
 class cuda:
+    def init():
+        raise RuntimeError("Found no NVIDIA driver on your system. Please check that you have one.")
     device_count = staticmethod(lambda: 2)
     get_device_capability = staticmethod(lambda index: (12, 0))
     get_device_name = staticmethod(lambda index: "NVIDIA RTX PRO 6000")
@@ -28,9 +33,12 @@ def test_no_torch_and_no_gpu_are_skipped_with_the_reason(tmp_path: Path) -> None
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text(TORCH.replace("lambda: 2", "lambda: 0"))
     answer = gpu_probe.probe(str(tmp_path), sys.executable)
-    assert answer == {"skipped": "torch sees no GPU", "gpus": [], "rows": []}
+    reason = "torch 2.11.0+cu130 sees no GPU: Found no NVIDIA driver on your system"
+    assert answer == {"skipped": reason, "gpus": [], "rows": []}
     (check,) = abi.gpu_checks(answer)
-    assert (check.level, check.text) == ("ok", "skipped: torch sees no GPU")
+    assert (check.level, check.text) == ("ok", f"skipped: {reason}")
+    (tmp_path / "torch/__init__.py").write_text(TORCH.replace('"13.0"', "None").replace("+cu130", "+cpu"))
+    assert gpu_probe.probe(str(tmp_path), sys.executable)["skipped"] == "torch 2.11.0+cpu is built without CUDA"
 
 
 def test_every_gpu_is_tried_and_death_is_a_failure(tmp_path: Path) -> None:
