@@ -74,13 +74,17 @@ def main(argv: list[str]) -> int:
 
     def fed(stdin: BinaryIO) -> None:
         try:
-            with stdin:
-                feed(sys.stdin.buffer, stdin, promised)
+            feed(sys.stdin.buffer, stdin, promised)
         except BrokenPipeError:
             pass  # the process takes no more input: its status says why
         except (OSError, ValueError) as problem:
-            damage.append(str(problem))
+            damage.append(str(problem))  # before the process sees the end of its input, and ends
             say(b"R", str(problem).encode())
+        finally:
+            try:
+                stdin.close()
+            except OSError:
+                pass
 
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: sys.exit(129))

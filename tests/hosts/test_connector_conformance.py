@@ -26,8 +26,7 @@ ssh = (pytest.mark.ssh, needs_sshd)
 HOPS = {"pct": "pct:200", "pct-terminal": "pct:200", "docker": "docker:box"}
 PARAMS = [
     "local",
-    "pct",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("pct-terminal", "docker")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in HOPS),
     *(pytest.param(name, marks=ssh) for name in ("openssh", "fabric")),
 ]
 MIB = 1 << 20

@@ -94,7 +94,7 @@ def venvs(session: Session, header: dict[str, Any], _value: object) -> dict[str,
     needs: list[str] = header["needs"]
     own = [os.path.expanduser(path) for path in header["own"] if path]
     pythons = [os.path.expanduser(path) for path in header["pythons"] if path]
-    found = find.search(own, [*header["roots"], *find.ROOTS])
+    found = find.search(own, [*header["roots"], *find.ROOTS], find.remote_mounts())
     places = [*found.environments, *((path, "interpreter") for path in find.interpreters(pythons))]
     rows: list[dict[str, Any]] = [{} for _place in places]
     left = list(enumerate(places))

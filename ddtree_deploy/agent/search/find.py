@@ -19,7 +19,7 @@ MOST = 20_000
 SECONDS = 15.0
 _PASSED_OVER = frozenset((
     "proc", "sys", "dev", "node_modules", "__pycache__", "site-packages", "dist-packages", ".git", ".cache", ".ddtree", ".ssh", "snap",
-    "docker", "containers", "containerd", "kubelet", "lxc", "include", "share",
+    "docker", "containers", "containerd", "kubelet", "lxc", "include",
 ))  # fmt: skip
 _REMOTE = ("nfs", "cifs", "smb", "fuse", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "autofs", "virtiofs")
 MINORS = range(9, 16)
@@ -51,8 +51,13 @@ class Found:
             self.environments.append((path, kind))
 
 
-def search(own: Iterable[str], roots: Iterable[str], seconds: float = SECONDS, most: int = MOST) -> Found:
-    """Look at `own` (paths of environments), then below `roots`, breadth first; links are not followed.
+def remote_mounts() -> set[str]:
+    """Return where file systems are mounted that another machine serves: a look at a dead one never ends."""
+    return {point for point, fs, _options in facts.mounts() if fs.startswith(_REMOTE)}
+
+
+def search(own: Iterable[str], roots: Iterable[str], remote: set[str], seconds: float = SECONDS, most: int = MOST) -> Found:
+    """Look at `own` (paths of environments), then below `roots` but not at `remote`, breadth first; links are not followed.
 
     Ends after `seconds`, or `most` directories. An environment is not searched for more inside, except conda's `envs`.
     """
@@ -61,7 +66,6 @@ def search(own: Iterable[str], roots: Iterable[str], seconds: float = SECONDS, m
         kind = kind_of(path)
         if kind:
             found.add(path, kind)
-    remote = {point for point, fs, _options in facts.mounts() if fs.startswith(_REMOTE)}
     deadline = time.monotonic() + seconds
     level = list(dict.fromkeys(os.path.realpath(os.path.expanduser(root)) for root in roots))
     seen: set[str] = set()
