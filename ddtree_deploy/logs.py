@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,6 +20,19 @@ def state_dir() -> Path:
     from platformdirs import user_state_path
 
     return user_state_path("ddtree-deploy")
+
+
+def without_secrets(value: Any) -> Any:
+    """Return a value as a log may have it: what by its name or its shape is a secret becomes `***` (see `agent.procs`)."""
+    from ddtree_deploy.agent import procs
+
+    if isinstance(value, Mapping):
+        hide = {name for name, item in value.items() if isinstance(item, str) and procs.is_secret(str(name), item)}
+        return {name: procs.HIDDEN if name in hide else without_secrets(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        words = all(isinstance(item, str) for item in value)
+        return procs.redact(list(value)) if words else [without_secrets(item) for item in value]
+    return procs.scrub(value) if isinstance(value, str) else value
 
 
 class DebugLog:

@@ -20,6 +20,7 @@ from ddtree_deploy.errors import BY_KIND, DeployError, HostUnreachable, Integrit
 from ddtree_deploy.events import Emit, Note, Progress, ignore
 from ddtree_deploy.hosts.base import Channel, Host
 from ddtree_deploy.hosts.connect import connector
+from ddtree_deploy.logs import without_secrets
 
 PING_SECONDS = 15.0
 SILENCE_SECONDS = 50.0
@@ -270,7 +271,7 @@ class Session:
         self._number += 1
         number = self._number
         extra, payload = frames.pack(value) if value is not None else ({}, b"")
-        self.emit(Note(self.host.name, f"ask {op} {fields}", "debug"))
+        self.emit(Note(self.host.name, f"ask {op} {without_secrets(fields)}", "debug"))
         self._open = number
         last, deadline = None, time.monotonic() + patience
         self._send(frames.encode({"op": op, "id": number, **fields, **extra}, len(payload)) + payload)
