@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ from tests.fixtures.venvs import Dist, make_venv, package
 
 
 @pytest.fixture
-def agent() -> Agent:
+def agent() -> Iterator[Agent]:
     null = os.open(os.devnull, os.O_RDWR)
-    return Agent(null, null, True, -1)
+    yield Agent(null, null, True, -1)
+    os.close(null)
 
 
 def tried(agent: Agent, venv: Path, module: str, seconds: float = 30.0) -> dict[str, str]:
