@@ -254,10 +254,14 @@ def _approved(plan: Plan, approve: Callable[[Plan], bool]) -> None:
 def _refuse_blocks(plan: Plan) -> None:
     for check in plan.blocks:
         error = NoSpace if check.id == "K12-space" else Incompatible
+        # The evidence names the file, the symbol and its provider; the check's own text only the kind of trouble.
+        lines = [line for block in plan.blocks for line in block.evidence or (block.text,)]
+        solution = plan.oracle.solution if plan.oracle else None
+        together = solution.command(plan.target) if solution and solution.consistent and solution.steps else ""
         raise error(
-            f"cannot push to `{plan.target}`: {check.text}",
-            mend=check.mend or None,
-            causes=tuple(f"{other.id}: {other.text}" for other in plan.blocks if other is not check),
+            f"cannot push to `{plan.target}`: {lines[0]}",
+            mend=f"push what has to move together: `{together}`" if together else check.mend or None,
+            causes=tuple(lines[1:20]),
         )
 
 

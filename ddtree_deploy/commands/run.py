@@ -71,6 +71,14 @@ def _state(ui: Ui) -> str:
     return f" while `{step.host}` was at: {step.what}" if step else " before anything was done"
 
 
+def _left(ui: Ui) -> str | None:
+    """Say what is left on the host when that is more than nothing: a switch that was made, or may have been."""
+    step = ui.last_step
+    if step is None or not step.what.startswith(("switch", "confirm")):
+        return None
+    return f"`{step.host}` goes back by itself unless it was confirmed: see `ddtree-deploy status {step.host}`, then run the same again"
+
+
 def guard(ui: Ui, work: Callable[[], int | None]) -> int:
     """Run `work` and return the exit code; what went wrong is printed here and nowhere else."""
     stopped = False
@@ -92,7 +100,7 @@ def guard(ui: Ui, work: Callable[[], int | None]) -> int:
         return problem.exit_code
     except KeyboardInterrupt:
         name, code = ("SIGTERM", 143) if stopped else ("SIGINT", 130)
-        ui.error(Interrupted(f"stopped by {name}{_state(ui)}"), code)
+        ui.error(Interrupted(f"stopped by {name}{_state(ui)}", mend=_left(ui)), code)
         return code
     except BrokenPipeError:
         # Who read our output has gone (`| head`): stay silent, also when Python flushes at its end.
