@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ddtree_deploy import answers
@@ -21,7 +21,7 @@ _FOUND = answers.fields(
     environments=answers.each(
         answers.fields(
             path=answers.text, kind=answers.text, python=answers.text, version=answers.text, executable=answers.text, error=answers.text,
-            distributions=answers.count, imports=answers.named(_TRIED),
+            configured=answers.truth, distributions=answers.count, imports=answers.named(_TRIED),
         )
     ),
     skipped=answers.each(answers.text),
@@ -41,7 +41,10 @@ class Import:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """An environment of a host: `kind` is `venv`, `conda` or `interpreter`; `error` says why its `python` does not run."""
+    """An environment of a host: `kind` is `venv`, `conda` or `interpreter`; `error` says why its `python` does not run.
+
+    `configured` tells the host's own venv from what the search came upon.
+    """
 
     path: str
     kind: str
@@ -49,6 +52,7 @@ class Environment:
     version: str
     executable: str
     error: str
+    configured: bool
     distributions: int
     imports: tuple[Import, ...]
 
@@ -91,20 +95,21 @@ def venvs(
 def ask(session: Session, needs: Sequence[str], roots: Sequence[str] = (), seconds: float = IMPORT_SECONDS) -> Search:
     """Do the same over an open session that has the part `search`."""
     host = session.host
-    fields: dict[str, Any] = {"needs": list(needs), "roots": list(roots), "seconds": seconds}
-    value = session.ask("venvs", own=[host.venv], pythons=[host.python], **fields).value
+    what: dict[str, Any] = {"needs": list(needs), "roots": list(roots), "seconds": seconds}
+    value = session.ask("venvs", own=[host.venv], pythons=[host.python], **what).value
     if not _FOUND(value):
         raise IntegrityFailure(f"`{host.name}` answered with something else than an answer")
-    environments = tuple(
-        Environment(**{**row, "imports": tuple(Import(name, **tried) for name, tried in row["imports"].items())})
-        for row in value["environments"]
-    )
-    return Search(environments, tuple(value["skipped"]), value["cut"])
+    environments = []
+    for row in value["environments"]:
+        imports = (Import(name, tried["state"], tried.get("version", ""), tried.get("error", "")) for name, tried in row["imports"].items())
+        plain = {field.name: row[field.name] for field in fields(Environment) if field.name != "imports"}
+        environments.append(Environment(**plain, imports=tuple(imports)))
+    return Search(tuple(environments), tuple(value["skipped"]), value["cut"])
 
 
 def checks(host: Host, found: Search, needs: Sequence[str]) -> Iterator[Check]:
     """Say for the configured venv, module by module, whether it can be imported, and which environments have all."""
-    own = next((env for env in found.environments if env.path == host.venv), None) if host.venv else None
+    own = next((env for env in found.environments if env.configured), None)
     able = [env.path for env in found.environments if env.able]
     none = f"no environment there has all; see `ddtree-deploy venvs {host.name}`"
     hint = f"these have all of them: {', '.join(able[:5])}" if able else none

@@ -1,15 +1,15 @@
 """A Proxmox container: `pct exec NUMBER -- ...` on its node, here or behind ssh (`via = "pct:200"`).
 
-`pct exec` becomes `lxc-attach`, which hands on the three pipes as they are, unless one of them is a terminal: then a
-line discipline sits between (pct(1), lxc-attach(1)), as it does when a wrapper around `pct` makes one. So each start sends
-bytes that no terminal leaves alone through the very pipe that is about to be used, and asks the guest for their sha256.
-Where they do not come through whole, `pct_push` takes over.
+`pct exec` becomes `lxc-attach`, which hands on three pipes as they are, but puts a terminal between where one of them is one
+(lxc-attach(1)), as with a wrapper around `pct`. So each start sends bytes that no terminal leaves alone through the very
+pipe that is about to be used, and asks for their sha256. Where they do not come through whole, `pct_push` takes over.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Sequence
 
 from ddtree_deploy.errors import HostUnreachable
@@ -46,17 +46,19 @@ class PctConnector:
 
     def start(self, argv: Sequence[str]) -> Channel:
         channel = through(self.host, self._node, [*self._exec, "sh", "-c", _SHELL, "sh", *argv], HINTS)
-        watchdog = threading.Timer(PROBE_SECONDS, channel.close)
+        deadline, watchdog = time.monotonic() + PROBE_SECONDS, threading.Timer(PROBE_SECONDS, channel.close)
         watchdog.start()
         try:
             why = probe(channel)
-        except (OSError, ValueError):  # the watchdog closed it
-            raise HostUnreachable(f"`{self.host.name}` does not answer: `pct exec` was silent for {PROBE_SECONDS:.0f} s") from None
+        except (OSError, ValueError):
+            why = ""  # it ended: the channel knows why
         finally:
             watchdog.cancel()
+        if not why and time.monotonic() > deadline:
+            raise HostUnreachable(f"`{self.host.name}` does not answer: `pct exec` was silent for {PROBE_SECONDS:.0f} s")
         if not why:
             return channel
-        threading.Thread(target=channel.close, daemon=True).start()  # behind a terminal it does not see its end at once
+        threading.Thread(target=channel.close, daemon=True).start()  # it may not see its end at once
         from ddtree_deploy.hosts.pct_push import PushChannel
 
         return PushChannel(self.host, self._node, self._exec, argv, why)
@@ -64,8 +66,7 @@ class PctConnector:
 
 def probe(channel: Channel) -> str:
     """Return in which way the pipe changes bytes, or an empty string: it does not, or there is nobody behind it."""
-    hello = _line(channel)
-    if hello != HELLO:
+    if (hello := _line(channel)) != HELLO:
         return f"a greeting arrived as {hello!r}" if hello else ""
     write_all(channel, PROBE)
     answer = _line(channel).split(b" ")[0].decode("ascii", "replace")

@@ -31,6 +31,7 @@ INLINE = 256 << 10
 SEGMENT = 16 << 20
 LULL = 0.05
 START_SECONDS = 30.0
+PIPE = 64 << 10  # what a pipe holds (pipe(7))
 PIECE = 30 << 10  # of input in one line
 
 _FIND = (
@@ -76,7 +77,8 @@ class PushChannel:
             self._ready.wait()
             while data := os.read(self._in, 1 << 20):
                 block = bytearray(data)
-                while INLINE <= len(block) < SEGMENT and select.select([self._in], [], [], LULL)[0]:
+                # A pipe that was full means that more is on its way.
+                while len(block) < SEGMENT and select.select([self._in], [], [], LULL if len(data) >= PIPE else 0)[0]:
                     more = os.read(self._in, 1 << 20)
                     if not more:
                         break
@@ -103,7 +105,7 @@ class PushChannel:
             with contextlib.suppress(OSError):
                 write_all(way, data)
                 way.stdin.close()
-            if way.wait(120):
+            if way.wait(120) != 0:
                 said = tuple(way.stderr_tail().splitlines()[-4:])
                 raise HostUnreachable(f"`pct push` to `{self._host.name}` failed", causes=said)
         write_all(self._inner, f"F{path} {len(data)} {hashlib.sha256(data).hexdigest()}\n".encode())

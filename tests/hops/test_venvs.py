@@ -92,18 +92,18 @@ def test_a_module_is_no_path_and_no_option() -> None:
             modules(text)
 
 
-def environment(path: str, **states: str) -> Environment:
+def environment(path: str, configured: bool = False, **states: str) -> Environment:
     imports = tuple(Import(name, state) for name, state in states.items())
-    return Environment(path, "venv", f"{path}/bin/python", "3.12.1", "/usr/bin/python3.12", "", 3, imports)
+    return Environment(path, "venv", f"{path}/bin/python", "3.12.1", "/usr/bin/python3.12", "", configured, 3, imports)
 
 
 def test_doctor_says_which_environment_has_what_the_configured_one_lacks() -> None:
-    found = Search((environment("/a", fla="ok", fastapi="missing"), environment("/b", fla="ok", fastapi="ok")), (), "")
+    found = Search((environment("/a", True, fla="ok", fastapi="missing"), environment("/b", fla="ok", fastapi="ok")), (), "")
     rows = list(checks(Host("ct200", venv="/a"), found, ("fla", "fastapi")))
     assert [row.level for row in rows] == ["ok", "block"]
     assert "cannot import fastapi: is not there" in rows[1].text and "/b" in rows[1].mend
-    (row,) = checks(Host("ct200"), found, ("fla", "fastapi"))
+    (row,) = checks(Host("ct200"), Search(found.environments[1:], (), ""), ("fla", "fastapi"))
     assert (row.level, row.evidence) == ("ok", ("/b",))
-    alone = Search((environment("/a", fla="error"),), (), "")
+    alone = Search((environment("/a", True, fla="error"),), (), "")
     (row,) = checks(Host("ct200", venv="/a"), alone, ("fla",))
     assert (row.level, "no environment there has all" in row.mend) == ("block", True)

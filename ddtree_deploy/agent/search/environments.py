@@ -74,10 +74,10 @@ def _try(session: Session, python: str, module: str, seconds: float) -> dict[str
         return {"state": "error", "error": "exit status %d" % child.returncode}
 
 
-def _look(path: str, kind: str) -> dict[str, Any]:
+def _look(path: str, kind: str, configured: bool) -> dict[str, Any]:
     python = path if kind == "interpreter" else os.path.join(path, "bin", "python")
     row: dict[str, Any] = {"path": path, "kind": kind, "python": python, "version": "", "executable": "", "error": ""}
-    row.update(distributions=0, imports={})
+    row.update(configured=configured, distributions=0, imports={})
     try:
         known = facts.python_facts(python)
         row.update(version=known["version"], executable=known["executable"])
@@ -114,7 +114,7 @@ def venvs(session: Session, header: dict[str, Any], _value: object) -> dict[str,
                 if not left:
                     return
                 number, (path, kind) = left.pop(0)
-            row = _look(path, kind)
+            row = _look(path, kind, path in own)
             if kind == "interpreter" and (not row["version"] or taken(row["executable"])):
                 continue  # a shim, or one that was seen under another name
             if row["version"]:
