@@ -18,7 +18,6 @@ from ddtree_deploy.hosts.hop import Hint, through, write_all
 
 PROBE = bytes(range(256)) + b"\x03\x04\r\n\x1a\x11\x13\x7f~.\r" * 100 + hashlib.shake_128(b"ddtree").digest(1 << 16)
 PROBE_SECONDS = 30.0
-HELLO = b"ddtree-hop\n"
 # The shell says hello, hashes what comes, and becomes the process. Since Proxmox VE 9 the environment may be empty.
 _SHELL = (
     f"echo ddtree-hop; head -c {len(PROBE)} | sha256sum; "
@@ -66,7 +65,7 @@ class PctConnector:
 
 def probe(channel: Channel) -> str:
     """Return in which way the pipe changes bytes, or an empty string: it does not, or there is nobody behind it."""
-    if (hello := _line(channel)) != HELLO:
+    if (hello := _line(channel)) != b"ddtree-hop\n":
         return f"a greeting arrived as {hello!r}" if hello else ""
     write_all(channel, PROBE)
     answer = _line(channel).split(b" ")[0].decode("ascii", "replace")
