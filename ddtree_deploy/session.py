@@ -118,7 +118,7 @@ class Session:
         own = [self.host.python] if self.host.python else []
         venv = [f"{self.host.venv}/bin/python"] if self.host.venv else []
         code = _BOOT.format(size=len(archive))
-        argv = ["sh", "-c", _SHELL, "sh", code, "rw" if self.writable else "ro", *own, *venv, *_PYTHONS]
+        argv = ["sh", "-c", _SHELL, "sh", code, ",".join(["rw" if self.writable else "ro", *self.parts]), *own, *venv, *_PYTHONS]
         channel = connector(self.host).start(argv)
         self._channel = channel
         try:

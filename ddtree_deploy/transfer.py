@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ddtree_deploy import oracle
-from ddtree_deploy.abi import Allowance
 from ddtree_deploy.confirmation import confirm, outcome_after_loss
 from ddtree_deploy.errors import (
     DeployError,
@@ -30,13 +28,18 @@ from ddtree_deploy.errors import (
 from ddtree_deploy.events import Emit, Note, Step, ignore
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.models import STOCK, Inventory, Manifest, Plan, Proofs, Pushed, Use
-from ddtree_deploy.overlay import PROBES, Overlay, excused
-from ddtree_deploy.plan import chosen, make, probe_modules
 from ddtree_deploy.sending import Sent, send
 from ddtree_deploy.session import Session
 from ddtree_deploy.snapshot import import_proof
 from ddtree_deploy.store import Store
 from ddtree_deploy.survey import Survey, inventory, survey
+
+if TYPE_CHECKING:
+    from ddtree_deploy.abi import Allowance
+    from ddtree_deploy.overlay import Overlay
+
+# The heart (`oracle`, `plan`, `overlay`) is imported where it is used: by then `ssh` is connecting, and a push of what is already
+# there needs none of it.
 
 ROOTS = ("sglang", "torch", "triton", "sgl_kernel")
 
@@ -66,6 +69,8 @@ def plan_push(host: Host, store: Store, snapshot_id: str, options: PushOptions, 
     snapshot = _loaded(store, snapshot_id)
     with Session(host, writable=False, emit=emit) as session:
         if options.create and not _there(session):
+            from ddtree_deploy.plan import make
+
             return make(snapshot_id, snapshot, _nothing_yet(host, snapshot), only=options.only, overlays=options.overlays)
         return _plan(session, store, snapshot_id, snapshot, options, survey(session, store, whole=False))[0]
 
@@ -186,6 +191,9 @@ def _asked(snapshot_id: str, options: PushOptions) -> list[Any]:
 def _plan(
     session: Session, store: Store, snapshot_id: str, snapshot: Manifest, options: PushOptions, seen: Survey
 ) -> tuple[Plan, Survey | None]:
+    from ddtree_deploy import oracle
+    from ddtree_deploy.plan import chosen, make
+
     host = session.host
     target = inventory(host, seen)
     base: Survey | None = None
@@ -214,6 +222,9 @@ def _judged_before(
     snapshot_id: str, snapshot: Manifest, options: PushOptions, seen: Survey, target: Inventory, uses: tuple[Use, ...]
 ) -> Plan | None:
     """Plan without the oracle when the same request made the live tree, and nothing that it looks at would change."""
+    from ddtree_deploy import oracle
+    from ddtree_deploy.plan import make
+
     info = seen.fields["info"]
     if seen.tree is None or info.get("asked", [""])[1:] != _asked(snapshot_id, options)[1:] or "shape" not in info:
         return None
@@ -306,6 +317,8 @@ class _Push:
 
     def stage(self, seen: Survey, base: Survey | None) -> None:
         """Send what is missing, build the tree."""
+        from ddtree_deploy import oracle
+
         plan = self.plan
         rows = [[e.path, e.kind, e.mode, e.size, e.digest] for e in plan.result.files]
         result = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
@@ -346,6 +359,8 @@ class _Push:
 
     def prove(self, source: Mapping[str, Any]) -> None:
         """Prove the staged tree before anything is switched. Raises ProofFailed."""
+        from ddtree_deploy.plan import probe_modules
+
         plan = self.plan
         entries = {e.path: e for e in plan.result.files}
         # Of a tree that we never proved, every source; else what changed. A stock file is what its publisher hashed: whether that
@@ -383,6 +398,8 @@ class _Push:
 
     def _baseline(self, source: Mapping[str, Any], failed: Sequence[str]) -> set[str]:
         """Return the failed modules that did not import before either: on the source host, or in the target's live tree."""
+        from ddtree_deploy.overlay import PROBES, excused
+
         on_source = {row["module"]: row["ok"] for row in source.get("imports", [])}
         known = {module for module in failed if on_source.get(module) is False} | excused(failed)
         foreign = [module for module in failed if module not in on_source and module not in PROBES]
@@ -396,6 +413,8 @@ class _Push:
 
     def switch(self) -> tuple[str, int, int]:
         """Switch and probe the live tree; return (transaction, generation, previous). Raises when the host went back."""
+        from ddtree_deploy.plan import probe_modules
+
         modules = probe_modules(self.plan, self.options.roots) if self.options.verify else []
         budget = self.options.confirm_timeout + (self.options.probe_timeout * max(1, len(modules) / 2) if modules else 0)
         try:

@@ -6,7 +6,6 @@ import ctypes
 import errno
 import json
 import os
-import tempfile
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,6 +29,8 @@ def exchange(one: str, other: str) -> None:
 
 def can_exchange(directory: str) -> bool:
     """Tell whether the file system of `directory` can exchange a directory with a link, by doing it to two of our own."""
+    import tempfile
+
     with tempfile.TemporaryDirectory(prefix=".ddtree-probe-", dir=directory) as scratch:
         one, other = os.path.join(scratch, "a"), os.path.join(scratch, "b")
         os.mkdir(one)
@@ -70,7 +71,8 @@ def sync_directory(path: str) -> None:
 def write_file(path: str, data: bytes, mode: int = 0o644) -> None:
     """Replace `path` by a file with `data`, durably: temporary file beside it, fsync, rename, fsync of the directory."""
     directory = os.path.dirname(path)
-    fd, temporary = tempfile.mkstemp(prefix=".tmp-", dir=directory)
+    temporary = os.path.join(directory, ".tmp-" + os.urandom(6).hex())
+    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(data)

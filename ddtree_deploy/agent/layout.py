@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 
 from ddtree_deploy.agent import durable, walk
 from ddtree_deploy.agent.failure import Failure
@@ -125,6 +124,8 @@ def remove(path: str) -> None:
     if os.path.islink(path) or os.path.isfile(path):
         os.unlink(path)
     elif os.path.isdir(path):
+        import shutil  # slow to import, and most sessions remove nothing
+
         shutil.rmtree(path)
 
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import pkgutil
 import queue
 import signal
 import sys
 import threading
 import time
-import traceback
 
-import ddtree_deploy.agent as agent
-from ddtree_deploy.agent import frames, reads, writes
+from ddtree_deploy.agent import frames, reads
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.paths import HostilePath
 
@@ -23,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     from ddtree_deploy.agent.walk import Entry
+    from ddtree_deploy.agent.writes import Push
 
     Requests = queue.SimpleQueue[tuple[dict[str, Any], bytes] | None]
 
@@ -40,7 +38,7 @@ class Session:
         self.fd_out = fd_out
         self.read_only = read_only
         self.zip_fd = zip_fd
-        self.push: writes.Push | None = None  # the open push of this connection
+        self.push: Push | None = None  # the open push of this connection
         #: The newest scan: root, entries, directories, fingerprint.
         self.walked: tuple[str, list[Entry], dict[str, int], str] | None = None
         self.current: int | None = None
@@ -94,18 +92,26 @@ class Session:
             self.send({"re": self.current, "progress": [what, done, total, unit, os.fsencode(item).decode("utf-8", "replace")]})
 
 
-HANDLERS: dict[str, reads.Handler] = {**reads.HANDLERS, **writes.HANDLERS}
-WRITING = set(writes.HANDLERS)
+HANDLERS: dict[str, reads.Handler] = dict(reads.HANDLERS)
+WRITING: set[str] = set()
 
 
-def take_parts() -> None:
+def take_parts(names: list[str]) -> None:
     """Add the handlers of the packages that the controller sent beside the agent's own modules (`session.agent_zip`)."""
-    for found in pkgutil.iter_modules(agent.__path__):
-        if found.ispkg:
-            part = importlib.import_module("ddtree_deploy.agent." + found.name)
-            HANDLERS.update(part.READS)
-            HANDLERS.update(part.WRITES)
-            WRITING.update(part.WRITES)
+    for name in names:
+        part = importlib.import_module("ddtree_deploy.agent." + name)
+        HANDLERS.update(part.READS)
+        HANDLERS.update(part.WRITES)
+        WRITING.update(part.WRITES)
+
+
+def _handler(name: str) -> reads.Handler | None:
+    if name not in HANDLERS:
+        from ddtree_deploy.agent import writes  # late, as in reads.py: most sessions only look, and are short
+
+        HANDLERS.update(writes.HANDLERS)
+        WRITING.update(writes.HANDLERS)
+    return HANDLERS.get(name)
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
@@ -122,6 +128,8 @@ def _failure(error: BaseException) -> dict[str, Any]:
                 "mend": "connect as the owner of the venv, or as root"}
     if isinstance(error, frames.ProtocolError):
         return {"kind": "integrity", "message": str(error)}
+    import traceback
+
     return {"kind": "internal", "message": "%s: %s" % (type(error).__name__, error),
             "causes": traceback.format_exc().splitlines()[-8:]}
 
@@ -135,7 +143,7 @@ def _work(session: Session, requests: Requests) -> None:
         session.current = header.get("id")
         try:
             name: str = header.get("op", "")
-            handler = HANDLERS.get(name)
+            handler = _handler(name)
             if handler is None:
                 raise Failure("internal", "the agent does not know the request %r" % (name,))
             if session.read_only and name in WRITING:
@@ -145,8 +153,9 @@ def _work(session: Session, requests: Requests) -> None:
             fields, body = frames.pack(result.pop("_big")) if "_big" in result else ({}, b"")
             session.send({"re": session.current, "ok": True, **result, **fields}, body)
         except BaseException as error:  # the connection must answer every request, also a failed one
-            if (isinstance(error, OSError) and error.errno in (28, 122)) or getattr(error, "kind", "") == "stale-plan":
-                writes.give_back(session)
+            hopeless = (isinstance(error, OSError) and error.errno in (28, 122)) or getattr(error, "kind", "") == "stale-plan"
+            if hopeless and session.push is not None:
+                session.push.keep_incoming = False  # a resumed push would meet the same full disk, or another plan
             session.send({"re": session.current, "ok": False, "error": _failure(error)})
 
 
@@ -174,7 +183,10 @@ def serve(fd_in: int, fd_out: int, read_only: bool = False, zip_fd: int = -1, le
             session.pulse.beat()
             op = header.get("op")
             if op == "objects":
-                writes.receive(session, header)
+                if session.push is None or session.push.landing is None:
+                    raise frames.ProtocolError("objects before a push was staged")
+                # On this thread, so that the wire is never waited for twice.
+                session.push.landing.receive(session.reader, header)
             elif op == "ping":
                 session.reader.take(0)
                 session.send({"pong": True})
@@ -195,13 +207,17 @@ def serve(fd_in: int, fd_out: int, read_only: bool = False, zip_fd: int = -1, le
     session.abort()
     requests.put(None)
     worker.join(timeout=15)
-    writes.close(session)
+    if session.push is not None:
+        from ddtree_deploy.agent import writes
+
+        writes.close(session)
     return status
 
 
 def main(zip_fd: int = -1) -> NoReturn:
-    """Run the agent on this process's stdin and stdout (argv: `rw` or `ro`)."""
-    read_only = "rw" not in sys.argv[1:]
+    """Run the agent on this process's stdin and stdout (argv: `rw` or `ro`, with the packages sent along: `rw,serving`)."""
+    mode, *parts = (sys.argv[1:] or ["ro"])[-1].split(",")
+    read_only = mode != "rw"
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     # stdin and stdout are the wire: a stray print of a child must not reach it.
     fd_in, fd_out = os.dup(0), os.dup(1)
@@ -213,6 +229,6 @@ def main(zip_fd: int = -1) -> NoReturn:
     os.close(null)
     os.umask(0o022)
     gc.disable()  # a walk is a hundred thousand tuples that live as long as we do; nothing here makes cycles worth finding
-    take_parts()
+    take_parts(parts)
     frames.write_all(fd_out, frames.encode({"hello": reads.hello()}))
     sys.exit(serve(fd_in, fd_out, read_only, zip_fd))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import time
 
-from ddtree_deploy.agent import PROTOCOL, dists, facts, layout, locks, objects, procs, prove, tidy, venvs, walk
+# What a handler alone needs, it imports: every command that looks at a host pays for what is here.
+from ddtree_deploy.agent import PROTOCOL, layout, locks, objects, walk
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.paths import HostilePath, Tree, parse
 
@@ -26,11 +26,11 @@ def hello() -> dict[str, Any]:
     """Return what the agent says of itself before the first request."""
     return {
         "protocol": PROTOCOL,
-        "python": platform.python_version(),
+        "python": "%d.%d.%d" % sys.version_info[:3],
         "executable": sys.executable,
         "user": os.environ.get("USER") or str(os.getuid()),
         "uid": os.getuid(),
-        "hostname": platform.node(),
+        "hostname": os.uname().nodename,
         "pid": os.getpid(),
         "now_ns": time.time_ns(),
     }
@@ -69,6 +69,8 @@ def scan(session: Session, header: dict[str, Any], _value: object) -> dict[str, 
     }
     if clean and header.get("unless") and info.get("asked") == header["unless"]:
         return {**common, "same": True}
+    from ddtree_deploy.agent import dists, facts, procs
+
     session.walked = (root, entries, directories, walk.fingerprint(entries))
     common.update(
         same=False, fingerprint=session.walked[3], space=facts.space(found.venv),
@@ -131,12 +133,16 @@ def fetch(session: Session, header: dict[str, Any], value: list[Any]) -> dict[st
 
 def users(_session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Return the processes that use files of the venv's trees."""
+    from ddtree_deploy.agent import procs
+
     found = layout.locate(header["venv"])
     return {"_big": procs.users_of([os.path.realpath(found.site), found.generations, found.site])}
 
 
 def look(_session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Return what the venv is, without walking it: generation, journal, lock, ledger tail, generations."""
+    from ddtree_deploy.agent import venvs
+
     venv = os.path.abspath(os.path.expanduser(header["venv"]))
     seen = venvs.inspect(venv)
     if not seen.get("exists"):
@@ -183,6 +189,8 @@ def drift(session: Session, header: dict[str, Any], _value: object) -> dict[str,
 
 def probe(session: Session, header: dict[str, Any], value: list[str]) -> dict[str, Any]:
     """Import packages, one process each, from the live tree (`value`: module names); read-only: no bytecode is written."""
+    from ddtree_deploy.agent import prove
+
     found = layout.locate(header["venv"])
     root = _root(found)
     return {
@@ -196,6 +204,8 @@ def probe(session: Session, header: dict[str, Any], value: list[str]) -> dict[st
 
 def hashes(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Prove the live generation's files against what was pushed; `deep` trusts no stat stamp."""
+    from ddtree_deploy.agent import prove
+
     found = layout.locate(header["venv"])
     live = found.live()
     index = None if live is None else layout.Index.load(os.path.join(found.directory(live), "index"))
@@ -209,6 +219,8 @@ def hashes(session: Session, header: dict[str, Any], _value: object) -> dict[str
 
 def syntax(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Compile every source of the live tree in memory with the venv's interpreter; nothing is written."""
+    from ddtree_deploy.agent import prove
+
     found = layout.locate(header["venv"])
     root = _root(found)
     sources = [entry[0] for entry in walk.walk(root) if entry[1] == "f" and entry[0].endswith(".py")]
@@ -218,6 +230,8 @@ def syntax(session: Session, header: dict[str, Any], _value: object) -> dict[str
 
 def prunable(_session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Return the generations that `prune` would remove now."""
+    from ddtree_deploy.agent import tidy
+
     found = layout.locate(header["venv"])
     return {"generations": tidy.prunable(found, int(header["keep"]), found.live())}
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 
-from ddtree_deploy.agent import durable, facts, frames, guardian, landing, layout, locks, prove, stage, switch, tidy, venvs, walk, zstd
+from ddtree_deploy.agent import durable, facts, guardian, landing, layout, locks, prove, stage, switch, tidy, venvs, walk, zstd
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.reads import venv_python
 
@@ -34,7 +33,7 @@ class Push:
         self.fds = [lock_fd, tidy_fd]
         self.lock_fd = lock_fd
         self.who = who
-        self.tx = uuid.uuid4().hex[:16]
+        self.tx = os.urandom(8).hex()
         self.python = venv_python(found.venv)
         self.number: int | None = None
         self.journal: dict[str, Any] = {}
@@ -142,13 +141,6 @@ def _still_the_base(session: Session, root: str, fingerprint: str) -> list[Entry
     if seen != fingerprint:
         raise Failure("stale-plan", "`%s` changed since the plan was made" % root)
     return entries
-
-
-def receive(session: Session, header: dict[str, Any]) -> None:
-    """Take a frame of objects (runs on the reading thread, so that the wire is never waited for twice)."""
-    if session.push is None or session.push.landing is None:
-        raise frames.ProtocolError("objects before a push was staged")
-    session.push.landing.receive(session.reader, header)
 
 
 def received(session: Session, _header: dict[str, Any], _value: object) -> dict[str, Any]:
@@ -372,12 +364,6 @@ def abort(session: Session, header: dict[str, Any], _value: object) -> dict[str,
     push.keep_incoming = push.keep_incoming and not header.get("everything")
     close(session)
     return {}
-
-
-def give_back(session: Session) -> None:
-    """Let a push keep nothing of what it received, where a resumed one would meet the same full disk, or another plan."""
-    if session.push is not None:
-        session.push.keep_incoming = False
 
 
 def close(session: Session) -> None:
