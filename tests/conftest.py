@@ -16,6 +16,7 @@ ALLOWED_SKIPS = (
     "needs Python 3.9",
     "needs zsh",
     "needs fish",
+    "needs systemd",
     "this file system has no reflinks",
 )
 
@@ -73,5 +74,8 @@ class CiHonesty:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from tests.faults.promises import Promises
+
+    config.pluginmanager.register(Promises(), "promises")
     if os.environ.get("CI") == "true" and not hasattr(config, "workerinput") and not config.option.collectonly:
         config.pluginmanager.register(CiHonesty(), "ci-honesty")
