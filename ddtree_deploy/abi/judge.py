@@ -168,13 +168,8 @@ def inspect(site: Site) -> Verdict:
     known = closure(site)
     case = Case(site, site, compose(site, site, ()), known, known)
     found: list[Evidence] = []
-    torch = set(known.torch)
-    for miss in sorted(known.misses):
-        level = BLOCK if miss in torch else WARN
-        dist = case.composition.dist(miss.by)
-        who = f" ({dist.shown})" if dist else ""
-        text = f"`{miss.by}`{who} needs `{miss.item}`, and nothing here provides it"
-        found.append(Evidence(rules_link.check_of(miss), level, miss.item, text))
+    found += rules_link.missing(case, sorted(set(known.torch)), BLOCK)
+    found += rules_link.missing(case, sorted(known.misses.difference(known.torch)), WARN)
     found += rules_cuda.one_a_distribution(site, rules_cuda.mixed(site))
     found += rules_tree.merged(site)
     found += (

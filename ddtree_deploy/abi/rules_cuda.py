@@ -151,7 +151,8 @@ def driver_version(site: Site) -> tuple[int, ...]:
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(str(number) for number in numbers)
+    """Write a driver version as NVIDIA does: `580.65.06`."""
+    return ".".join(f"{number:02d}" if place == 2 else str(number) for place, number in enumerate(numbers))
 
 
 def driver(case: Case) -> Iterator[Evidence]:

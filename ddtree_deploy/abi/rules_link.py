@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from ddtree_deploy.abi.case import BLOCK, NOTE, WARN, Case, Evidence, plain
 from ddtree_deploy.abi.closure import DAMAGED, LIBRARY, SYMBOL, VERSION, Miss
@@ -29,15 +29,8 @@ def check_of(miss: Miss) -> str:
 
 
 def link(case: Case) -> Iterator[Evidence]:
-    """Report every new miss once per distribution and thing (K1, K3, K5, K6, K8)."""
-    groups: dict[tuple[str, str, str, str], list[Miss]] = {}
-    for miss in case.fresh:
-        check, dist = check_of(miss), case.composition.dist(miss.by)
-        owner = dist.key if dist else miss.by
-        item = miss.item if miss.kind != SYMBOL else miss.by  # symbols: one line a file
-        groups.setdefault((check, owner, miss.kind, item), []).append(miss)
-    for (check, _owner, kind, _item), misses in sorted(groups.items()):
-        yield _evidence(case, check, kind, misses)
+    """Report every new miss (K1, K3, K5, K6, K8)."""
+    yield from missing(case, case.fresh, BLOCK)
     if not case.after.preload_known:
         yield Evidence(
             "K1", WARN, "torch/__init__.py",
@@ -46,11 +39,24 @@ def link(case: Case) -> Iterator[Evidence]:
         )  # fmt: skip
 
 
-def _evidence(case: Case, check: str, kind: str, misses: list[Miss]) -> Evidence:
+def missing(case: Case, found: Iterable[Miss], level: str) -> Iterator[Evidence]:
+    """Say what is missed once per distribution and thing."""
+    groups: dict[tuple[str, str, str, str], list[Miss]] = {}
+    for miss in found:
+        check, dist = check_of(miss), case.composition.dist(miss.by)
+        owner = dist.key if dist else miss.by
+        item = miss.item if miss.kind != SYMBOL else miss.by  # symbols: one line a file
+        groups.setdefault((check, owner, miss.kind, item), []).append(miss)
+    for (check, _owner, kind, _item), group in sorted(groups.items()):
+        yield _evidence(case, check, kind, group, level)
+
+
+def _evidence(case: Case, check: str, kind: str, misses: list[Miss], level: str) -> Evidence:
     first = misses[0]
     who = f"`{first.by}` ({_whose(case, first.by)})"
     if kind == DAMAGED:
-        return Evidence(check, BLOCK, first.by, f"{who} is {first.item}", "take the snapshot again")
+        mend = "take the snapshot again" if case.from_source(first.by) else "install its distribution again"
+        return Evidence(check, level, first.by, f"{who} is {first.item}", mend)
     mend = ""
     if kind == SYMBOL:
         names = [plain(miss.item) for miss in misses]
@@ -73,13 +79,13 @@ def _evidence(case: Case, check: str, kind: str, misses: list[Miss]) -> Evidence
             mend = f"upgrade the system of {case.target.name}, or build the package on one that is as old"
         elif case.owner_of(site, item) is None and kind == LIBRARY:
             mend = f"install the system package that holds `{first.item}` on {case.target.name}"
-    return Evidence(check, BLOCK, what, text, mend)
+    return Evidence(check, level, what, text, mend)
 
 
 def _whose(case: Case, path: str) -> str:
     dist = case.composition.dist(path)
     label = dist.shown if dist else "no distribution"
-    return label if case.from_source(path) else f"{label}, not moved"
+    return label if case.from_source(path) or not case.composition.moved else f"{label}, not moved"
 
 
 def _provided(case: Case, site: Site, path: str, kind: str) -> str:

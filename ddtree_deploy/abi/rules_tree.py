@@ -263,15 +263,16 @@ def merged(site: Site) -> Iterator[Evidence]:
     """Recognise a tree that was laid over another by hand: resized files and strangers by the hundred (K8)."""
     resized = [(count, dist, examples) for dist in site.tree.dists for count, examples in [dist.sample("resized")] if count]
     total = sum(count for count, _dist, _examples in resized)
-    overwritten = [(count, dist, examples) for count, dist, examples in resized if any(".so" in path for path in examples)]
-    if overwritten and total > 20:
-        names = ", ".join(dist.shown for _count, dist, _examples in sorted(overwritten, key=lambda row: -row[0])[:4])
+    overwritten = any(".so" in path for _count, _dist, examples in resized for path in examples)
+    majors, newcomer = _newcomer(site)
+    if overwritten and (total > 20 or newcomer):
+        ranked = sorted(resized, key=lambda row: -row[0])[:4]
+        names = ", ".join(f"{dist.name} {dist.version}" for _count, dist, _examples in ranked)
         strangers = (site.tree.raw.get("unowned") or {}).get("count", 0)
-        majors, newcomer = _newcomer(site)
         yield Evidence(
             "K8", BLOCK, "merged tree",
-            f"a merged tree{majors}: {newcomer} was laid over {names}; {total} files differ in size from their RECORD, "
-            f"{strangers} belong to nobody",
+            f"a merged tree{majors}: {newcomer or 'another environment'} was laid over {names}; "
+            f"{total} files differ in size from their RECORD, {strangers} belong to nobody",
             "push a complete set, which removes the old distributions' files",
         )  # fmt: skip
     elif total:
@@ -285,10 +286,10 @@ def merged(site: Site) -> Iterator[Evidence]:
 
 
 def _newcomer(site: Site) -> tuple[str, str]:
-    """Return which CUDA lies over which (", CUDA 13 over CUDA 12", or nothing), and what the code of a merged tree is."""
+    """Return which CUDA lies over which (`, CUDA 13 over CUDA 12`), and the torch that came, if its metadata says otherwise."""
     tree, torch = site.tree, site.tree.dist("torch")
     if torch is None or tree.torch_version is None or _public(torch.version) == _public(tree.torch_version):
-        return "", "another environment"
+        return "", ""
     below = {int(match.group(1)) for dist in tree.dists for match in [re.search(r"-cu(\d+)$", dist.key)] if match}
     majors = f", CUDA {tree.cuda_major} over CUDA {max(below)}" if below and tree.cuda_major not in {None, *below} else ""
     return majors, f"torch {tree.torch_version}"

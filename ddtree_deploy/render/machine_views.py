@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ddtree_deploy import __version__
 from ddtree_deploy.render import as_json
 from ddtree_deploy.render.table import columns
-from ddtree_deploy.render.words import plural
+from ddtree_deploy.render.words import plural, some
 
 if TYPE_CHECKING:
     from ddtree_deploy.config import Config
@@ -28,7 +28,8 @@ def doctor(ui: Ui, checks: Sequence[Check]) -> int:
         if ui.quiet and check.level == "ok":
             continue
         ui.data(f"{words[check.level]:<5} {check.id:<12} {check.text}", styles[check.level] if check.level != "ok" else "")
-        for line in check.evidence:
+        shown, more = some(check.evidence, 100 if ui.verbose else 5)
+        for line in [*shown, *([f"… and {more} more (-v)"] if more else [])]:
             ui.data(f"{'':<19}{line}")
         if check.level != "ok" and check.mend:
             ui.data(f"{'':<19}hint: {check.mend}", "cyan")

@@ -14,6 +14,22 @@ from ddtree_deploy.agent import abi_facts
 
 GCC = shutil.which("gcc")
 
+# The two hosts of the accident, and torch's symbols by which one build differs from the other.
+OLD, NEW = "2.9.1+cu128", "2.11.0+cu130"
+STREAM = "_ZN3c1013MessageLogger6streamB5cxx11Ev"
+CHECKED = "_ZN3c104cuda29c10_cuda_check_implementationEiPKcS2_jb"
+GONE = "_ZN3c104cuda29c10_cuda_check_implementationEiPKcS2_ib"
+# A package whose import loads the shared object beside it, as an extension module would be.
+LOADER = """
+import ctypes
+import os
+
+import torch
+
+__version__ = "{version}"
+ctypes.CDLL(os.path.join(os.path.dirname(__file__), "{name}"), mode=os.RTLD_NOW)
+"""
+
 # A torch that preloads like the real one: the same function names, the same order of directories, three libraries.
 TORCH_INIT = """
 import ctypes
@@ -179,6 +195,41 @@ class Env:
         (self.root / "torch/version.py").write_text(f"__version__ = '{version}'\ncuda = '{major}.{minor}'\n")
         (self.root / "torch/__init__.py").write_text(TORCH_INIT)
         self.dist("torch", release, ["torch"])
+
+    def extension(self, name: str, dist: str, version: str, file: str, uses: Sequence[str], links: Sequence[Path]) -> None:
+        """Install a package with one shared object that its import loads."""
+        self.so(f"{name}/{file}", uses=uses, links=links)
+        (self.root / name / "__init__.py").write_text(LOADER.format(name=file, version=version))
+        self.dist(dist, version, [name])
+
+    def cuda12_host(self) -> None:
+        """Make the target of the accident: CUDA 12, an old kernel, an extension that nobody will touch, an old sglang."""
+        self.cuda(12)
+        self.torch(OLD, exports=["_ZN3c105ErrorEv", GONE])
+        libs = [self.root / "torch/lib/libc10.so", next(self.root.glob("nvidia/*/lib/libnvrtc.so.12"))]
+        self.extension("sgl_kernel", "sgl-kernel", "0.3.21", "common_ops.abi3.so", [GONE, "nvrtcGo"], libs)
+        self.extension("deep_gemm", "deep-gemm", "1.0", "ops.so", ["nvrtcGo"], libs[1:])
+        self.sglang("0.5.9", "torch==2.9.1", "sgl-kernel==0.3.21")
+
+    def cuda13_host(self, deep_gemm: bool = True) -> None:
+        """Make its source: CUDA 13, with or without an extension of its own for what the target has."""
+        self.cuda(13)
+        self.torch(NEW, exports=["_ZN3c105ErrorEv", STREAM, CHECKED])
+        libs = [self.root / "torch/lib/libc10.so", next(self.root.glob("nvidia/*/lib/libnvrtc.so.13"))]
+        self.extension("sgl_kernel", "sglang-kernel", "0.4.2", "common_ops.abi3.so", [STREAM, CHECKED, "nvrtcGo"], libs)
+        if deep_gemm:
+            self.extension("deep_gemm", "deep-gemm", "2.0", "ops.so", ["nvrtcGo"], libs[1:])
+        self.sglang("0.5.11", "torch==2.11.0", "sglang-kernel==0.4.2")
+
+    def sglang(self, version: str, *requires: str) -> None:
+        (self.root / "sglang").mkdir()
+        (self.root / "sglang/__init__.py").write_text(f"import sgl_kernel\n\n__version__ = '{version}'\n")
+        self.dist("sglang", version, ["sglang"], requires)
+
+    def lay_over(self, other: Env, parts: Sequence[str] = ("torch", "nvidia", "sgl_kernel")) -> None:
+        """Do what the team did by hand: copy directories of another environment over this one's, `cp -r`."""
+        for part in parts:
+            shutil.copytree(other.root / part, self.root / part, dirs_exist_ok=True)
 
     def site(self, name: str, others: Sequence[Env] = (), env: Mapping[str, str] | None = None) -> abi.Site:
         """Gather the facts with the agent's code, through JSON as over the wire."""

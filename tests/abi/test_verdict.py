@@ -9,46 +9,20 @@ import pytest
 
 from ddtree_deploy import abi
 from ddtree_deploy.abi.case import Evidence
-from tests.abi.lab import Env
+from tests.abi.lab import NEW, OLD, Env
 
 MakeEnv = Callable[[str], Env]
-OLD, NEW = "2.9.1+cu128", "2.11.0+cu130"
-STREAM = "_ZN3c1013MessageLogger6streamB5cxx11Ev"
-CHECKED = "_ZN3c104cuda29c10_cuda_check_implementationEiPKcS2_jb"
-GONE = "_ZN3c104cuda29c10_cuda_check_implementationEiPKcS2_ib"
 
 
 def old_host(env: MakeEnv) -> Env:
-    """A CUDA 12 environment with an old kernel and an extension that nobody will touch."""
     e = env("old")
-    e.cuda(12)
-    e.torch(OLD, exports=["_ZN3c105ErrorEv", GONE])
-    libs = [e.root / "torch/lib/libc10.so", next(e.root.glob("nvidia/*/lib/libnvrtc.so.12"))]
-    e.so("sgl_kernel/common_ops.abi3.so", uses=[GONE, "nvrtcGo"], links=libs)
-    (e.root / "sgl_kernel/__init__.py").write_text("__version__ = '0.3.21'\n")
-    e.dist("sgl-kernel", "0.3.21", ["sgl_kernel"])
-    e.so("deep_gemm/ops.so", uses=["nvrtcGo"], links=libs[1:])
-    e.dist("deep-gemm", "1.0", ["deep_gemm"])
-    (e.root / "sglang").mkdir()
-    (e.root / "sglang/__init__.py").write_text("__version__ = '0.5.9'\n")
-    e.dist("sglang", "0.5.9", ["sglang"], ["torch==2.9.1", "sgl-kernel==0.3.21"])
+    e.cuda12_host()
     return e
 
 
 def new_host(env: MakeEnv, deep_gemm: bool = True) -> Env:
     e = env("new")
-    e.cuda(13)
-    e.torch(NEW, exports=["_ZN3c105ErrorEv", STREAM, CHECKED])
-    libs = [e.root / "torch/lib/libc10.so", next(e.root.glob("nvidia/*/lib/libnvrtc.so.13"))]
-    e.so("sgl_kernel/common_ops.abi3.so", uses=[STREAM, CHECKED, "nvrtcGo"], links=libs)
-    (e.root / "sgl_kernel/__init__.py").write_text("__version__ = '0.4.2'\n")
-    e.dist("sglang-kernel", "0.4.2", ["sgl_kernel"])
-    if deep_gemm:
-        e.so("deep_gemm/ops.so", uses=["nvrtcGo"], links=libs[1:])
-        e.dist("deep-gemm", "2.0", ["deep_gemm"])
-    (e.root / "sglang").mkdir()
-    (e.root / "sglang/__init__.py").write_text("__version__ = '0.5.11'\n")
-    e.dist("sglang", "0.5.11", ["sglang"], ["torch==2.11.0", "sglang-kernel==0.4.2"])
+    e.cuda13_host(deep_gemm)
     return e
 
 
@@ -136,12 +110,7 @@ def test_torch_without_its_kernels_names_the_untouched_that_break(env: MakeEnv) 
 def test_a_merged_tree_is_recognised(env: MakeEnv) -> None:
     """cu13 laid over cu12 by copying: metadata of the old, code of the new, both CUDAs."""
     old, new = old_host(env), new_host(env)
-    for part in ("torch", "nvidia", "sgl_kernel"):
-        for path in sorted((new.root / part).rglob("*")):
-            if path.is_file():
-                place = old.root / path.relative_to(new.root)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_bytes(path.read_bytes())
+    old.lay_over(new)
     verdict = abi.inspect(old.site("ct200"))
     assert not verdict.ok
     assert "the metadata says torch 2.9.1, the code in `torch` says 2.11.0+cu130" in text_of(verdict, "K9")
@@ -149,6 +118,7 @@ def test_a_merged_tree_is_recognised(env: MakeEnv) -> None:
         verdict, "K2"
     )
     assert verdict.level("K2") == "block"
+    assert "a merged tree, CUDA 13 over CUDA 12: torch 2.11.0+cu130 was laid over " in text_of(verdict, "K8")
     assert "libnvrtc.so.13" in old.loads("sgl_kernel/common_ops.abi3.so")
     assert old.loads("deep_gemm/ops.so") == "ok"
 
