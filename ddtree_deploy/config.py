@@ -122,7 +122,7 @@ def _read(file: Path, problems: list[str]) -> dict[str, Any]:
         return {}
     flat: dict[str, Any] = {}
     for key, value in _flatten(tree):
-        value = tuple(value) if isinstance(value, list) and not key.startswith("profiles.") else value
+        value = tuple(value) if isinstance(value, list) else value
         if wrong := fault(key, value):
             problems.append(f"{file}: {wrong}")
         else:

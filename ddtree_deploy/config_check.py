@@ -43,17 +43,32 @@ HOST_KEYS: dict[str, type] = {
     "ssh_options": tuple,
     "host_key": str,
 }
+PROFILE_KEYS: dict[str, type] = {
+    "engine": str,
+    "model": str,
+    "drafter": str,
+    "algorithm": str,
+    "budget": str,
+    "gpus": int,
+    "tp": int,
+    "dp": int,
+    "port": int,
+    "listen": str,
+    "router": bool,
+    "env": dict,
+    "flags": tuple,
+}
+CHOICES = {"engine": ("sglang", "standalone"), "algorithm": ("ddtree", "dflash", "none")}
 TABLES = {key.partition(".")[0] for key in SETTINGS if "." in key} | {"hosts", "profiles"}
 _TOP_KEYS = TABLES | {key for key in SETTINGS if "." not in key}
-_SHAPE_WORDS = {str: "a string", int: "a whole number", tuple: "a list of strings", dict: "a table of strings"}
+_SHAPE_WORDS = {bool: "true or false", str: "a string", int: "a whole number", tuple: "a list of strings", dict: "a table of strings"}
 
 
 def fault(key: str, value: Any) -> str:
     """Return what is wrong with one setting, or an empty string."""
     table, _, rest = key.partition(".")
     if table == "profiles":
-        # The launch command knows what belongs there.
-        return "" if "." in rest else f"`{key}` must be a table"
+        return _profile_fault(key, *_split_host(rest), value)
     if table == "hosts" and rest:
         return _host_fault(key, *_split_host(rest), value)
     setting = SETTINGS.get(key)
@@ -96,6 +111,23 @@ def _host_fault(dotted: str, name: str, key: str, value: Any) -> str:
         return f"`{dotted}` must be absolute or start with `~/`: {value}"
     if name == "local" and key in ("address", "transport", "via", "ssh_options", "host_key"):
         return f"`{dotted}` has no meaning: `local` is this machine"
+    return ""
+
+
+def _profile_fault(dotted: str, name: str, key: str, value: Any) -> str:
+    if not key:
+        return f"`{dotted}` must be a table"
+    shape = PROFILE_KEYS.get(key)
+    if shape is None:
+        return f"unknown key `{dotted}`{near(key, list(PROFILE_KEYS))}"
+    if key == "budget" and isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if not _has_shape(value, shape):
+        return f"`{dotted}` must be {_SHAPE_WORDS[shape]}: {value!r}"
+    if key in CHOICES and value not in CHOICES[key]:
+        return f"`{dotted}` must be one of {', '.join(CHOICES[key])}: {value}"
+    if shape is int and value < 0:
+        return f"`{dotted}` must be at least 0: {value}"
     return ""
 
 

@@ -14,6 +14,7 @@ from ddtree_deploy.render.ui import Ui
 
 if TYPE_CHECKING:
     from ddtree_deploy.abi import Allowance
+    from ddtree_deploy.events import Emit
     from ddtree_deploy.hosts.base import Host
     from ddtree_deploy.models import Plan, Pushed
     from ddtree_deploy.overlay import Overlay
@@ -131,6 +132,12 @@ def push(
     reason: Annotated[
         str, typer.Option("--reason", metavar="TEXT", help="Why; kept in the host's ledger.", rich_help_panel=flags.SAFETY)
     ] = "",
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart", help="Stop its servers for the switch, start them from the new tree; go back if not ready.", rich_help_panel=SWITCH
+        ),
+    ] = False,
     jobs: Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Hosts at a time, after the first.")] = 4,
     keep_going: Annotated[bool, typer.Option("--keep-going", help="Go on with other hosts after a failure.")] = False,
     dry_run: flags.DryRun = False,
@@ -146,7 +153,6 @@ def push(
     from ddtree_deploy.render import plan_views, views
     from ddtree_deploy.store import Store
     from ddtree_deploy.transfer import PushOptions, plan_push
-    from ddtree_deploy.transfer import push as push_one
 
     config, store = load(), Store.open()
     identity = store.resolve(snapshot)
@@ -178,8 +184,8 @@ def push(
         ui.result(dry_run=True)
         return 0
     if len(hosts) > 1:
-        return _push_fleet(ui, hosts, store, identity, options, jobs, keep_going, yes, files)
-    pushed = push_one(hosts[0], store, identity, options, approve=_approval(ui, yes, files, threading.Lock()), emit=ui.emit)
+        return _push_fleet(ui, hosts, store, identity, options, jobs, keep_going, yes, files, restart)
+    pushed = _push_one(hosts[0], store, identity, options, _approval(ui, yes, files, threading.Lock(), restart), ui.emit, restart)
     views.pushed(ui, pushed)
     ui.result(pushed=[pushed])
     return 0
@@ -206,7 +212,23 @@ def _allowances(texts: list[str], reason: str) -> tuple[Allowance, ...]:
         raise UsageProblem(str(error), mend="see the checks in docs/abi.md, and what `ddtree-deploy diff` names") from error
 
 
-def _approval(ui: Ui, yes: bool, files: bool, lock: threading.Lock, several: bool = False) -> Callable[[Plan], bool]:
+def _push_one(
+    where: Host, store: Store, identity: str, options: PushOptions, approve: Callable[[Plan], bool], emit: Emit, restart: bool
+) -> Pushed:
+    """Push to one host, and restart its servers around the switch if that was asked for."""
+    from ddtree_deploy.transfer import push as push_one
+
+    def work(about_to_switch: Callable[[], None]) -> Pushed:
+        return push_one(where, store, identity, options, approve=approve, about_to_switch=about_to_switch, emit=emit)
+
+    if not restart:
+        return work(lambda: None)
+    from ddtree_deploy.restart import push_and_restart
+
+    return push_and_restart(where, work, emit=emit)
+
+
+def _approval(ui: Ui, yes: bool, files: bool, lock: threading.Lock, restart: bool, several: bool = False) -> Callable[[Plan], bool]:
     """Make the question of a push: the plan is always shown; a person is asked only when processes run from there."""
     from ddtree_deploy.render import fleet_views, plan_views
     from ddtree_deploy.render.words import plural
@@ -222,8 +244,14 @@ def _approval(ui: Ui, yes: bool, files: bool, lock: threading.Lock, several: boo
             told.append(plan.target)
             if plan.empty or not plan.uses:
                 return True
+            if any(" -m ddtree.server" in use.command or "sglang" in use.command for use in plan.uses):
+                ui.say(
+                    f"hint: a server runs from there: `ddtree-deploy restart {plan.target}` takes it to the new generation afterwards",
+                    "cyan",
+                )
             running = plural(len({use.pid for use in plan.uses}), "process").replace("processs", "processes")
-            return ui.confirm(f"{running} on `{plan.target}` run from this venv; switch it under them?", yes)
+            what = "stop the servers among them for the switch" if restart else "switch it under them"
+            return ui.confirm(f"{running} on `{plan.target}` run from this venv; {what}?", yes)
 
     return approve
 
@@ -238,16 +266,16 @@ def _push_fleet(
     keep_going: bool,
     yes: bool,
     files: bool,
+    restart: bool,
 ) -> int:
     """Push to several hosts, print the table, and raise what the run ends with."""
     from ddtree_deploy.events import Event
     from ddtree_deploy.fleet import Fleet, ReadOnce, failure
     from ddtree_deploy.render import fleet_views
-    from ddtree_deploy.transfer import push as push_one
 
     once = ReadOnce(store)
     fleet = Fleet(hosts, jobs, keep_going, lambda end: fleet_views.ended(ui, end))
-    approve = _approval(ui, yes, files, threading.Lock(), several=True)
+    approve = _approval(ui, yes, files, threading.Lock(), restart, several=True)
 
     def emit(event: Event) -> None:
         fleet.heard(event)
@@ -260,7 +288,7 @@ def _push_fleet(
             cleared(plan)
             return True
 
-        return push_one(where, once, identity, options, approve=approved, emit=emit)
+        return _push_one(where, once, identity, options, approved, emit, restart)
 
     try:
         ends = fleet.run(work)

@@ -157,8 +157,6 @@ def pushed(ui: Ui, pushed: Pushed, alone: bool = True) -> None:
     if running and not pushed.already:
         listed = ", ".join(map(str, sorted(running)))
         ui.warn(f"{pushed.host}: still running from the old generation until restarted: pid {listed}")
-        if any(" -m ddtree.server" in use.command or "sglang" in use.command for use in pushed.in_use):
-            ui.say(f"hint: a server is among them: `ddtree-deploy restart {pushed.host}` starts it from what is live now", "cyan")
     ui.json_line({"type": "pushed", **as_json.fields(pushed)})
     if alone:
         ui.data(str(pushed.generation) if ui.quiet else push_line(pushed))

@@ -127,13 +127,28 @@ def test_a_relative_ssh_config_belongs_to_its_file(tmp_path: Path) -> None:
     assert load(cwd, {"HOME": str(tmp_path)}).ssh_config == str(cwd / "ssh/config")
 
 
-def test_profiles_are_left_to_launch(tmp_path: Path) -> None:
-    cwd = project(tmp_path, "[profiles.big]\nmodel = 'Qwen'\ngpus = 8\nextra = ['--a', {x = 1}]\n")
-    assert load(cwd, {"HOME": str(tmp_path)}).profiles["big"] == {
-        "model": "Qwen",
-        "gpus": 8,
-        "extra": ["--a", {"x": 1}],
-    }
+def test_profiles_hold_what_launch_knows(tmp_path: Path) -> None:
+    text = "[profiles.big]\nmodel = 'Qwen'\ngpus = 8\nbudget = 63\nflags = ['--a', '1']\nenv = { NCCL_DEBUG = 'INFO' }\n"
+    big = load(project(tmp_path, text), {"HOME": str(tmp_path)}).profiles["big"]
+    assert big == {"model": "Qwen", "gpus": 8, "budget": 63, "flags": ("--a", "1"), "env": {"NCCL_DEBUG": "INFO"}}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("modell = 'x'", "unknown key `profiles.big.modell`, did you mean `model`?"),
+        ("gpus = 'eight'", "`profiles.big.gpus` must be a whole number"),
+        ("gpus = -1", "`profiles.big.gpus` must be at least 0"),
+        ("engine = 'vllm'", "`profiles.big.engine` must be one of sglang, standalone"),
+        ("flags = '--a'", "`profiles.big.flags` must be a list of strings"),
+        ("router = 1", "`profiles.big.router` must be true or false"),
+        ("env = { A = 1 }", "`profiles.big.env` must be a table of strings"),
+    ],
+)
+def test_what_does_not_belong_into_a_profile_is_named(tmp_path: Path, line: str, words: str) -> None:
+    with pytest.raises(UsageProblem) as caught:
+        load(project(tmp_path, f"[profiles.big]\n{line}\n"), {"HOME": str(tmp_path)})
+    assert words in str(caught.value)
 
 
 @given(st.text(min_size=1, max_size=30), st.one_of(st.none(), st.text(), st.integers(), st.lists(st.text())))

@@ -81,7 +81,7 @@ def test_the_whole_life(far: tuple[Path, Path]) -> None:
 
     # Another push: the running server is of an older generation; status says so, and restart mends it.
     pushed = push(project, "3.0")
-    assert pushed.code == 0 and "`ddtree-deploy restart far` starts it from what is live now" in pushed.err, pushed.err
+    assert pushed.code == 0 and "`ddtree-deploy restart far` takes it to the new generation" in pushed.err, pushed.err
     assert "it runs from an older generation than the live one: `ddtree-deploy restart far" in run("status", cwd=project).out
     restarted = run("restart", "--completions", "2", cwd=project)
     assert restarted.code == 0 and "from generation 2" in restarted.out, restarted.err
