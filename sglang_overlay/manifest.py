@@ -24,7 +24,7 @@ class Pinned:
     """
 
     version: str
-    route: str  # "overlay": edited files; "plugin": registered at start, no file edited; "planned": neither yet
+    route: str  # "overlay": edited files; "plugin": registered at start, no file edited
     base: Mapping[str, str]
     reads: Mapping[str, str]
     built: Mapping[str, str]

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from sglang_overlay import build, manifest
 from sglang_overlay.contract import check_contract
-from sglang_overlay.errors import ContractBroken, OverlayError, UnknownVersion
+from sglang_overlay.errors import ContractBroken, OverlayError
 from sglang_overlay.runtime.args import NAME
 
 logger = logging.getLogger(__name__)
-ADAPTERS = {"0.5.12.post1": "sglang_overlay.adapters.v1"}
+ADAPTERS = {"0.5.12.post1": "sglang_overlay.adapters.v1", "0.5.23": "sglang_overlay.adapters.v2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def site_of_sglang() -> Path:
 def register() -> None:
     """Register DDTREE with this process's SGLang; with edited files, only log what they are.
 
-    Raises UnknownVersion, or ContractBroken naming what is missing.
+    Raises UnknownVersion for a version without an adapter, or ContractBroken naming what is missing.
     """
     version, site = importlib.metadata.version("sglang"), site_of_sglang()
     pins = manifest.pinned(version)
@@ -56,8 +56,6 @@ def register() -> None:
     broken = check_contract(site, version)
     if broken:
         raise ContractBroken(f"sglang {version} is not what DDTREE was written for", causes=tuple(map(str, broken)))
-    if pins.route != "plugin":
-        raise UnknownVersion(f"sglang {version} has no DDTREE adapter yet", mend="use sglang 0.5.11 or 0.5.12.post1")
     importlib.import_module(ADAPTERS[version]).register()
     logger.info("sglang %s: DDTREE registered", version)
 

@@ -15,6 +15,11 @@ import pytest
 CACHE = os.environ.get("OVERLAY_WHEELS")
 
 
+def wheel_of(stock: Callable[[str], Path], version: str) -> Path:
+    """Return the wheel that a version's stock site was unpacked from."""
+    return _wheel(stock(version).parent, version)
+
+
 @pytest.fixture(scope="session")
 def stock(request: pytest.FixtureRequest) -> Callable[[str], Path]:
     """Return a function from a version to its read-only site; OVERLAY_WHEELS names another cache directory."""

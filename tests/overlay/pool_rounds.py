@@ -1,6 +1,6 @@
 """Play rounds of DDTREE in SGLang's own allocator, request table and verify input, on the CPU.
 
-Run with a patched site: `pool_rounds.py SITE`. Real are the edited `dflash_info.py` and `spec_info.py`, the built
+Run with a patched site: `pool_rounds.py SITE WIDTH ROUNDS`. Real are the edited `dflash_info.py` and `spec_info.py`, the built
 `ddtree_utils.py`, and SGLang's `allocator.py`; what those import and never reach here is left empty, and the two
 launches of Triton kernels are written out in torch. The "model" is a hash of the text so far, so the right answer is
 known; a slot remembers which token was written to it at which position.
@@ -20,14 +20,14 @@ from types import SimpleNamespace
 
 import torch
 
-SITE = Path(sys.argv[1])
+SITE, WIDTH, ROUNDS = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 REAL = {
     "sglang.srt.mem_cache.allocator",
     "sglang.srt.speculative.dflash_info",
     "sglang.srt.speculative.spec_info",
     "sglang.srt.speculative.ddtree_utils",
 }
-VOCAB, WIDTH, BLOCK, ROUNDS = 12, 16, 6, 200
+VOCAB, BLOCK = 12, 6
 
 
 def _anything(*args: object, **_: object) -> object:
@@ -122,7 +122,7 @@ def main() -> None:
     torch.manual_seed(0)
     size, rows = 4000, 6
     allocator = TokenToKVPoolAllocator(size, torch.float32, "cpu", None, False)
-    table = torch.zeros((rows, 256), dtype=torch.int32)
+    table = torch.zeros((rows, 512), dtype=torch.int32)
     written: dict[int, tuple[int, int]] = {}  # slot -> (token, position)
     live: dict[int, Request] = {}
     accepted = 0

@@ -98,7 +98,7 @@ MAIN = "import sys, sglang_overlay.plugin as p; sys.exit(p.main())"
     [("0.5.12.post1", "the plugin did not load"), ("0.5.23", "the plugin did not load"), ("0.6.0", "is not supported")],
 )
 def test_a_plugin_error_that_sglang_swallows_is_found_before_the_launch(host: Path, version: str, detail: str) -> None:
-    """The stand-in does not hold the contract, and for the last two there is no adapter: nothing registers."""
+    """The stand-in does not hold a contract, and for the last there is no adapter: nothing registers."""
     found = run(host, version, MAIN)
     assert found.returncode == 13
     assert detail in json.loads(found.stdout)["detail"]
