@@ -33,4 +33,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for sweep, counts in sorted(COUNTS.items()):
             terminalreporter.write_line(json.dumps({"sweep": sweep, **counts}))
         if os.environ.get("DDTREE_COUNTS"):
-            Path(os.environ["DDTREE_COUNTS"]).write_text(json.dumps(COUNTS, indent=1) + "\n")
+            # Several runs, one a tier, may add to one file.
+            file = Path(os.environ["DDTREE_COUNTS"])
+            before = json.loads(file.read_text()) if file.exists() else {}
+            file.write_text(json.dumps({**before, **COUNTS}, indent=1) + "\n")
