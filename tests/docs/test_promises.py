@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.faults.counts import entered
 from tests.faults.promises import PAGE, PROMISES, proofs, proved_by, sections
 
@@ -40,6 +42,7 @@ def test_a_test_proves_what_names_its_file_or_itself() -> None:
     assert proved_by("tests/b.py::test_one_more", named) == [] and proved_by("tests/ab.py::test_x", named) == []
 
 
+@pytest.mark.slow
 def test_a_run_under_ci_in_which_no_test_of_a_promise_passed_fails(tmp_path: Path) -> None:
     """A process of its own, so that its verdict is a real exit code; with a worker of xdist, too."""
     (tmp_path / "conftest.py").write_text(
