@@ -68,7 +68,7 @@ def fault(key: str, value: Any) -> str:
     """Return what is wrong with one setting, or an empty string."""
     table, _, rest = key.partition(".")
     if table == "profiles":
-        return _profile_fault(key, *_split_host(rest), value)
+        return _profile_fault(key, _split_host(rest)[1], value)
     if table == "hosts" and rest:
         return _host_fault(key, *_split_host(rest), value)
     setting = SETTINGS.get(key)
@@ -114,7 +114,7 @@ def _host_fault(dotted: str, name: str, key: str, value: Any) -> str:
     return ""
 
 
-def _profile_fault(dotted: str, name: str, key: str, value: Any) -> str:
+def _profile_fault(dotted: str, key: str, value: Any) -> str:
     if not key:
         return f"`{dotted}` must be a table"
     shape = PROFILE_KEYS.get(key)

@@ -64,7 +64,8 @@ def _port(facts: Facts, request: Request, _command: Command) -> list[Check]:
         what = f"port {port}" if port == request.port else f"port {port}, which SGLang derives from {request.port},"
         known = ours.get(str(port))
         if known:
-            text = f"a server of this venv is there already: {known['phase']}, launched by {known['launch']['who']} at {known['launch']['started']}"
+            begun = known["launch"]
+            text = f"a server of this venv is there already: {known['phase']}, launched by {begun['who']} at {begun['started']}"
             out.append(Check("port", "block", text, (holder,) if holder else (), "`restart` or `stop` it, or take another `--port`"))
         elif not free:
             mend = "stop that process, or take another `--port`"

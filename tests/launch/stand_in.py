@@ -67,6 +67,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main():
+    from ddtree import VERSION
+
+    if VERSION == "bad":
+        sys.exit("ImportError: libcudart.so.13: cannot open shared object file: No such file or directory")
     for line in SAID.get("say", "").splitlines():
         print(line, flush=True)
     if "noise" in SAID:

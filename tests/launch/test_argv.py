@@ -17,23 +17,28 @@ from tests.overlay.conftest import stock as stock
 DDTREE = Request(model="/m", drafter="/d", budget="63")
 TWO = replace(DDTREE, gpus=8, nodes=2, rendezvous="a:30500")
 
+PLAIN = Request(model="/m", algorithm="none", gpus=8)
+ATTENTION = replace(PLAIN, dp=8, extra=("--enable-dp-attention",))
+THERE = "--nnodes 2 --node-rank {} --dist-init-addr a:30500"
+
 GOLDEN = {
     "one": (replace(DDTREE, gpus=1), "--tp-size 1 TREE --speculative-ddtree-budget 63"),
     "two, auto": (replace(DDTREE, gpus=2, budget="auto"), "--tp-size 2 TREE"),
-    "four, chain": (replace(DDTREE, gpus=4, algorithm="dflash"), "--tp-size 4 --speculative-algorithm DFLASH --speculative-draft-model-path /d"),
-    "eight, plain": (Request(model="/m", algorithm="none", gpus=8), "--tp-size 8"),
-    "eight as 2 x 4": (Request(model="/m", algorithm="none", gpus=8, dp=2), "--tp-size 4 --dp-size 2"),
-    "dp attention": (Request(model="/m", algorithm="none", gpus=8, dp=8, extra=("--enable-dp-attention",)), "--tp-size 8 --dp-size 8 --enable-dp-attention"),
-    "a table": (replace(DDTREE, gpus=1, budget="1:63,4:31"), "--tp-size 1 TREE --speculative-ddtree-budget-table 1:63,4:31"),
-    "two nodes, first": (replace(TWO, rank=0), "--tp-size 16 --nnodes 2 --node-rank 0 --dist-init-addr a:30500 TREE --speculative-ddtree-budget 63"),
-    "two nodes, second": (replace(TWO, rank=1), "--tp-size 16 --nnodes 2 --node-rank 1 --dist-init-addr a:30500 TREE --speculative-ddtree-budget 63"),
+    "four, chain": (replace(DDTREE, gpus=4, algorithm="dflash"), "--tp-size 4 CHAIN"),
+    "eight, plain": (PLAIN, "--tp-size 8"),
+    "eight as 2 x 4": (replace(PLAIN, dp=2), "--tp-size 4 --dp-size 2"),
+    "dp attention": (ATTENTION, "--tp-size 8 --dp-size 8 --enable-dp-attention"),
+    "a table": (replace(DDTREE, budget="1:63,4:31"), "--tp-size 1 TREE --speculative-ddtree-budget-table 1:63,4:31"),
+    "two nodes, first": (replace(TWO, rank=0), f"--tp-size 16 {THERE.format(0)} TREE --speculative-ddtree-budget 63"),
+    "two nodes, second": (replace(TWO, rank=1), f"--tp-size 16 {THERE.format(1)} TREE --speculative-ddtree-budget 63"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_argv_is_the_golden_one(name: str) -> None:
     request, rest = GOLDEN[name]
-    rest = rest.replace("TREE", "--speculative-algorithm DDTREE --speculative-draft-model-path /d")
+    for short, algorithm in (("TREE", "DDTREE"), ("CHAIN", "DFLASH")):
+        rest = rest.replace(short, f"--speculative-algorithm {algorithm} --speculative-draft-model-path /d")
     assert shlex.join(build(request).tail) == f"-m sglang.launch_server --model-path /m --host 127.0.0.1 --port 30000 {rest}"
 
 
@@ -63,12 +68,12 @@ def test_the_standalone_server_takes_every_flag_that_we_give_it() -> None:
     from ddtree.server.__main__ import parser
 
     for request, expected in (
-        (Request(engine="standalone", model="tiny", gpus=0, budget="24"), "--tiny --mode ddtree --budget 24 --device cpu --host 127.0.0.1 --port 30000"),
-        (Request(engine="standalone", model="/m", algorithm="none"), "--model /m --mode plain --host 127.0.0.1 --port 30000"),
-        (Request(engine="standalone", model="/m", drafter="/d", algorithm="dflash"), "--model /m --drafter /d --mode dflash --host 127.0.0.1 --port 30000"),
+        (Request(engine="standalone", model="tiny", gpus=0, budget="24"), "--tiny --mode ddtree --budget 24 --device cpu"),
+        (Request(engine="standalone", model="/m", algorithm="none"), "--model /m --mode plain"),
+        (Request(engine="standalone", model="/m", drafter="/d", algorithm="dflash"), "--model /m --drafter /d --mode dflash"),
     ):  # fmt: skip
         tail = build(request).tail
-        assert shlex.join(tail) == f"-m ddtree.server {expected}"
+        assert shlex.join(tail) == f"-m ddtree.server {expected} --host 127.0.0.1 --port 30000"
         parser().parse_args(tail[2:])
 
 
