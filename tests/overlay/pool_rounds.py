@@ -64,6 +64,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 sys.meta_path.insert(0, Finder())
+import sglang.srt.layers.attention.utils as attention_utils  # noqa: E402
 import sglang.srt.mem_cache.common as common  # noqa: E402
 import sglang.srt.model_executor.forward_batch_info as forward_batch_info  # noqa: E402
 import sglang.srt.server_args as server_args  # noqa: E402
@@ -81,7 +82,19 @@ def assign(rows, table, start, end, slots, _count) -> None:
         at += last - first
 
 
+class CopyIndices:
+    """The kernel that lists each request's slots, in torch: `kernel[grid](...)`."""
+
+    def __class_getitem__(cls, _grid: object) -> type:
+        return cls
+
+    def __init__(self, table, rows, lengths, starts, _start, out, _width) -> None:
+        for row, length, at in zip(rows.tolist(), lengths.tolist(), starts.tolist(), strict=False):
+            out[at : at + length] = table[row, :length]
+
+
 spec_utils.assign_req_to_token_pool_func = assign
+attention_utils.create_flashinfer_kv_indices_triton = CopyIndices
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
@@ -195,6 +208,10 @@ def one_round(rng, order, live, table, allocator, written) -> int:
     verify.prepare_for_verify(batch, 1)
     n = plan.width
     assert verify.custom_mask.numel() == sum(n * (int(s) + n) for s in seq_lens)
+    # What FlashInfer plans with: it packs, per request, queries times keys bits. SGLang pads a short mask with True and says nothing.
+    kv_indices, keys, queries, mask = verify.generate_attn_arg_prefill(batch.req_pool_indices, seq_lens, int(seq_lens.sum()), table)
+    assert mask is verify.custom_mask and mask.numel() == int((queries.diff() * keys.diff()).sum())
+    assert kv_indices.tolist() == [slot for row, s in zip(order, seq_lens.tolist(), strict=True) for slot in table[row, : s + n].tolist()]
 
     logits = torch.zeros((len(order) * n, VOCAB))
     hidden = torch.arange(len(order) * n, dtype=torch.float32)[:, None]
