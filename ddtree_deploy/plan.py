@@ -160,8 +160,18 @@ def _parents(entries: Sequence[FileEntry]) -> set[str]:
 
 def _without_shadowed(files: Mapping[str, FileEntry]) -> list[FileEntry]:
     """Drop entries that lie below a file or link of the same tree (a module that became a package, or the reverse)."""
-    shadows = tuple(path + "/" for path in _parents(list(files.values())) if path in files)
-    return [entry for path, entry in files.items() if not path.startswith(shadows)] if shadows else list(files.values())
+    shadows = {path for path in _parents(list(files.values())) if path in files}
+    return [entry for path, entry in files.items() if not _below(path, shadows)] if shadows else list(files.values())
+
+
+def _below(path: str, places: Collection[str]) -> bool:
+    """Tell whether one of `places` (a set) is a parent of `path`; the time depends on its depth, not on how many places there are."""
+    at = path.rfind("/")
+    while at > 0:
+        if path[:at] in places:
+            return True
+        at = path.rfind("/", 0, at)
+    return False
 
 
 def file_changes(before: Sequence[FileEntry], after: Sequence[FileEntry]) -> tuple[FileChange, ...]:

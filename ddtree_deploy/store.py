@@ -318,9 +318,9 @@ class Store:
             raise IntegrityFailure(f"manifest `{name[:12]}` is missing from the store") from None
         return codec.decode(data, expect=name)
 
-    def absent(self, manifest: Manifest) -> list[str]:
-        """Return the digests of a snapshot that the store does not have."""
-        stored = self.digests()
+    def absent(self, manifest: Manifest, stored: Collection[str] | None = None) -> list[str]:
+        """Return the digests of a snapshot that the store does not have; `stored` are those that it has, when they are known."""
+        stored = self.digests() if stored is None else stored
         return sorted({entry.digest for entry in manifest.files if entry.kind == "f" and entry.digest not in stored})
 
     def forget(self, name: str) -> None:

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 
-from ddtree_deploy.agent import facts
+from ddtree_deploy.agent import durable, facts
 from ddtree_deploy.agent.failure import Failure
 
 TYPE_CHECKING = False
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from typing import Any
 
+#: In a venv that is being made; a run that dies leaves it, and the next one begins anew.
+UNFINISHED = ".ddtree-unfinished"
 _GENERATION = re.compile(r"(?:^|/)\.ddtree/generations/(\d+)/site-packages/?\Z")
 
 
@@ -50,10 +52,14 @@ def _sites(venv: str) -> list[str]:
     )
 
 
+def _unfinished(venv: str) -> bool:
+    return os.path.lexists(os.path.join(venv, UNFINISHED))
+
+
 def inspect(venv: str) -> dict[str, Any]:
     """Return what is at `venv`, by looking at files alone.
 
-    Keys: `exists`, `is_venv` (has pyvenv.cfg), `conda`, `home` and `version` (of pyvenv.cfg), `system_site`, `python`
+    Keys: `exists` (an empty directory, or one whose making was cut off, does not count), `is_venv` (has pyvenv.cfg), `conda`, `home` and `version` (of pyvenv.cfg), `system_site`, `python`
     (`bin/python`, or empty), `dangling` (what its link points at that is gone, or empty), `site` (relative; empty when
     there is not exactly one), `sites`, `lib64` (`link`, `directory`, or empty), `generation` (what the site-packages
     link of ours points at, or None), `nested_mounts` (mount points inside), `writable`.
@@ -73,7 +79,7 @@ def inspect(venv: str) -> dict[str, Any]:
         generation = int(match.group(1)) if match else None
     real = os.path.realpath(venv)
     return {
-        "exists": os.path.isdir(venv),
+        "exists": os.path.isdir(venv) and bool(os.listdir(venv)) and not _unfinished(venv),
         "is_venv": config is not None,
         "conda": os.path.isdir(os.path.join(venv, "conda-meta")),
         "home": fields.get("home", ""),
@@ -132,12 +138,21 @@ def find(minor: str, candidates: Iterable[str] = ()) -> dict[str, Any] | None:
     return None
 
 
+def _empty(venv: str) -> None:
+    """Remove what is in a directory; the mark that it is unfinished goes last."""
+    for name in sorted(os.listdir(venv), key=lambda name: name == UNFINISHED):
+        path = os.path.join(venv, name)
+        shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+
+
 def create(venv: str, minor: str, candidates: Iterable[str] = ()) -> dict[str, Any]:
     """Make the venv by the first interpreter of `minor` that is found; return the facts of its interpreter.
 
     Raises Failure when there is no such interpreter, or something is there already. What a failure leaves is removed.
     """
     venv = os.path.abspath(os.path.expanduser(venv))
+    if _unfinished(venv) and not os.path.islink(venv):
+        _empty(venv)
     if os.path.lexists(venv) and (not os.path.isdir(venv) or os.path.islink(venv) or os.listdir(venv)):
         mend = "give another with `--venv PATH`, or push without `--create`"
         raise Failure("usage", "`%s` is there already" % venv, mend)
@@ -150,6 +165,8 @@ def create(venv: str, minor: str, candidates: Iterable[str] = ()) -> dict[str, A
         )
     there = os.path.isdir(venv)
     try:
+        os.makedirs(venv, exist_ok=True)
+        durable.write_file(os.path.join(venv, UNFINISHED), b"")
         subprocess.run(
             [base["found_as"], "-I", "-m", "venv", "--without-pip", venv],
             stdin=subprocess.DEVNULL,
@@ -158,12 +175,14 @@ def create(venv: str, minor: str, candidates: Iterable[str] = ()) -> dict[str, A
             check=True,
             cwd="/",
         )
-        return facts.python_facts(os.path.join(venv, "bin", "python"))
+        made = facts.python_facts(os.path.join(venv, "bin", "python"))
+        durable.sync_file_system(venv)
+        os.unlink(os.path.join(venv, UNFINISHED))
+        return made
     except (OSError, subprocess.SubprocessError, Failure) as error:
-        for name in os.listdir(venv) if there else ():
-            path = os.path.join(venv, name)
-            shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
-        if not there:
+        if there:
+            _empty(venv)
+        else:
             shutil.rmtree(venv, ignore_errors=True)
         detail = (getattr(error, "stderr", None) or b"").decode("utf-8", "replace").strip().splitlines()
         why = "`%s` could not make the venv `%s`" % (base["found_as"], venv)
