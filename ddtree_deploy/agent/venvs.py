@@ -59,9 +59,9 @@ def _unfinished(venv: str) -> bool:
 def inspect(venv: str) -> dict[str, Any]:
     """Return what is at `venv`, by looking at files alone.
 
-    Keys: `exists` (an empty directory, or one whose making was cut off, does not count), `is_venv` (has pyvenv.cfg), `conda`, `home` and `version` (of pyvenv.cfg), `system_site`, `python`
-    (`bin/python`, or empty), `dangling` (what its link points at that is gone, or empty), `site` (relative; empty when
-    there is not exactly one), `sites`, `lib64` (`link`, `directory`, or empty), `generation` (what the site-packages
+    Keys: `exists` (an empty directory does not, nor one whose making was cut off), `is_venv` (has pyvenv.cfg), `conda`,
+    `home` and `version` (of pyvenv.cfg), `system_site`, `python` (`bin/python`, or empty), `dangling` (what its link
+    points at that is gone, or empty), `site` (relative; empty when there is not exactly one), `sites`, `lib64` (`link`, `directory`, or empty), `generation` (what the site-packages
     link of ours points at, or None), `nested_mounts` (mount points inside), `writable`.
     """
     venv = os.path.abspath(os.path.expanduser(venv))

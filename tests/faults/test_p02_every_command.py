@@ -172,7 +172,8 @@ def test_create_survives_a_fault_at_any_system_call(tmp_path: Path) -> None:
 
     sweep(
         tmp_path, "push --create", make,
-        lambda world, python, options: world.push(host=world.host(python=python), options=replace(options, create=True)), check, 8, (Incompatible,),
+        lambda world, python, options: world.push(host=world.host(python=python), options=replace(options, create=True)),
+        check, 8, (Incompatible,),
     )  # fmt: skip
 
 
