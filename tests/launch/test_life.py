@@ -45,6 +45,7 @@ def ask(url: str) -> str:
     return answer.choices[0].message.content or ""
 
 
+@pytest.mark.timeout(900)  # three starts of a server that imports torch
 def test_the_whole_life(far: tuple[Path, Path]) -> None:
     venv, project = far
     shown = run("launch", "--profile", "tiny", "-n", cwd=project)
