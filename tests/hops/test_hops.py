@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import hashlib
 import io
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ddtree_deploy.agent import search, single
 from ddtree_deploy.config import load, resolve_host
 from ddtree_deploy.errors import DeployError, HostUnreachable, UsageProblem
 from ddtree_deploy.hosts import pct_guest
@@ -96,6 +98,21 @@ def test_a_machine_without_the_hop_is_told(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", str(tmp_path))
     assert failure("pct:200").message == "this machine has no `pct`: it is no Proxmox node"
     assert failure("docker:box").message == "this machine has no `docker`"
+
+
+# --- what runs on a host
+
+
+PARTS = [Path(pct_guest.__file__), *(path for part in (single, search) for path in Path(part.__file__).parent.glob("*.py"))]
+
+
+@pytest.mark.parametrize("path", PARTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_what_runs_on_a_host_is_python_3_9_and_the_standard_library(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(), feature_version=(3, 9))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            assert name.startswith("ddtree_deploy.agent") or name.split(".")[0] in sys.stdlib_module_names, name
 
 
 # --- the guest's side of `pct push`
