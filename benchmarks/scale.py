@@ -70,8 +70,9 @@ for n in range(N):
 """
 STORE = """
 from pathlib import Path
+from ddtree_deploy import upkeep
 from ddtree_deploy.store import Store
-from ddtree_deploy import store as module
+from ddtree_deploy import upkeep
 home = Path(HERE, "store-%d" % N)
 store = Store.open(home)
 """

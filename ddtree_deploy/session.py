@@ -85,7 +85,7 @@ class Reply(NamedTuple):
 
 
 class Sink(Protocol):
-    """Where objects from the host go (`store.Ingest.landing`)."""
+    """Where objects from the host go (`ingest.Ingest.landing`)."""
 
     def receive(self, reader: frames.Reader, header: dict[str, Any]) -> None: ...
 

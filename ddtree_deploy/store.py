@@ -8,44 +8,22 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
-import shutil
 import time
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from ddtree_deploy import manifest as codec
 from ddtree_deploy.agent import durable
-from ddtree_deploy.agent.landing import Landing
 from ddtree_deploy.agent.walk import hash_fd
 from ddtree_deploy.errors import IntegrityFailure, IoProblem, Locked, NoSpace, UsageProblem
-from ddtree_deploy.events import Emit, Progress, ignore
+from ddtree_deploy.ingest import Ingest
 from ddtree_deploy.models import Manifest, SnapshotRef
-
-
-@dataclass(frozen=True, slots=True)
-class StoreReport:
-    """What `cache verify` found: `bad` digests went to quarantine, `missing` are (snapshot, digest) pairs."""
-
-    objects: int
-    bytes: int
-    bad: tuple[str, ...]
-    missing: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    """What `cache prune` removed (or would remove)."""
-
-    snapshots: tuple[str, ...]
-    objects: int
-    bytes: int
 
 
 def _now() -> str:
@@ -164,7 +142,7 @@ class Store:
     def ingest(self, expected: Mapping[str, int]) -> Iterator[Ingest]:
         """Receive objects; they count from the end of the block on. When it raises, what arrived whole is kept all the same."""
         with self._told():
-            batch = Ingest(self, expected)
+            batch = Ingest(self.temporary, self.objects, expected)
         try:
             yield batch
         finally:
@@ -174,7 +152,7 @@ class Store:
                 finally:
                     batch.discard()
 
-    # compressed twins of objects, for slow links
+    # compressed twins of objects, for slow links (`upkeep.compress` makes them)
 
     def packed_path(self, digest: str) -> Path:
         return self.root / "packed" / digest[:2] / digest
@@ -194,38 +172,6 @@ class Store:
 
     def open_packed(self, digest: str) -> int:
         return os.open(self.packed_path(digest), os.O_RDONLY | os.O_CLOEXEC)
-
-    def compress(self, emit: Emit = ignore, level: int = 3) -> tuple[int, int, int]:
-        """Give every object that shrinks by a tenth or more a zstandard twin; return (twins made, their raw bytes, their bytes).
-
-        Costs about 10 CPU seconds per GB, once. An object that does not shrink gets an empty twin, so that it is not tried again.
-        """
-        from concurrent.futures import ThreadPoolExecutor
-
-        todo = sorted(digest for digest in self.digests() if not self.packed_path(digest).exists())
-        sizes = {digest: self.path(digest).stat().st_size for digest in todo}
-        total, done, made, raw, small = sum(sizes.values()), 0, 0, 0, 0
-        with self.lock("cache compress", shared=True), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            for digest, size in zip(todo, pool.map(lambda name: self._compress(name, level), todo), strict=True):
-                done += sizes[digest]
-                made, raw, small = made + bool(size), raw + (sizes[digest] if size else 0), small + size
-                emit(Progress("store", "compress", done, total, "bytes", digest[:12]))
-        durable.sync_file_system(os.fspath(self.root))
-        return made, raw, small
-
-    def _compress(self, digest: str, level: int) -> int:
-        import zstandard
-
-        target = self.packed_path(digest)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.temporary / f"zst-{os.getpid()}-{digest}"
-        with self.path(digest).open("rb") as source, temporary.open("wb") as sink:
-            whole, small = zstandard.ZstdCompressor(level=level).copy_stream(source, sink)
-            if small > 0.9 * whole:
-                sink.truncate(0)
-                small = 0
-        temporary.rename(target)
-        return int(small)
 
     # snapshots
 
@@ -328,61 +274,6 @@ class Store:
         (self.references / f"{name}.json").unlink(missing_ok=True)
         (self.snapshots / f"{name}.json").unlink(missing_ok=True)
 
-    # upkeep
-
-    def verify(self, emit: Emit = ignore) -> StoreReport:
-        """Hash every object; quarantine bad ones; name what snapshots lack."""
-        bad: list[str] = []
-        digests = sorted(self.digests())
-        total = sum(self.path(digest).stat().st_size for digest in digests)
-        done = 0
-        for digest in digests:
-            size = self.path(digest).stat().st_size
-            try:
-                self.check(digest)
-            except IntegrityFailure:
-                bad.append(digest)
-            done += size
-            emit(Progress("store", "verify", done, total, "bytes", digest[:12]))
-        missing: list[tuple[str, str]] = []
-        for ref in self.refs():
-            try:
-                lacking = self.absent(self.manifest(ref.id))
-            except IntegrityFailure:
-                lacking = ["manifest"]
-            self.mark(ref.id, not lacking)
-            missing += [(ref.id, what) for what in lacking]
-        return StoreReport(len(digests), total, tuple(bad), tuple(missing))
-
-    def prune(self, keep: int | None = None, dry_run: bool = False) -> Pruned:
-        """Drop all but the newest `keep` unlabelled snapshots (None: keep all), then objects that no snapshot needs."""
-        with self.lock("cache prune"):
-            unlabelled = [ref for ref in self.refs() if not ref.label]
-            gone = [] if keep is None else [ref.id for ref in unlabelled[keep:]]
-            kept = [ref for ref in self.refs() if ref.id not in gone]
-            needed = {entry.digest for ref in kept for entry in self.manifest(ref.id).files if entry.kind == "f"}
-            spare = sorted(self.digests() - needed)
-            size = sum(self.path(digest).stat().st_size for digest in spare)
-            if not dry_run:
-                for name in gone:
-                    self.forget(name)
-                for digest in spare:
-                    self.path(digest).unlink(missing_ok=True)
-                    self.packed_path(digest).unlink(missing_ok=True)
-                self._clear({ref.id for ref in kept})
-            return Pruned(tuple(gone), len(spare), size)
-
-    def _clear(self, kept: Collection[str]) -> None:
-        """Remove what runs that died left behind: received objects, half-written files, manifests without a record."""
-        for path in [*self.temporary.iterdir(), *self.quarantine.iterdir(), *self.root.glob("*/.tmp-*")]:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        for path in self.snapshots.iterdir():
-            if path.stem not in kept:
-                path.unlink(missing_ok=True)
-
     @contextmanager
     def lock(self, what: str, *, shared: bool = False, wait: float = 30.0) -> Iterator[None]:
         """Hold the store: snapshots and pushes share it, pruning excludes them. Raises Locked after `wait` seconds."""
@@ -433,54 +324,3 @@ class Store:
         import hashlib
 
         return self.root / "stamps" / hashlib.sha256(key.encode()).hexdigest()[:32]
-
-
-class Ingest:
-    """Objects on their way into the store."""
-
-    def __init__(self, store: Store, expected: Mapping[str, int]) -> None:
-        self.store = store
-        self.directory = store.temporary / f"in-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self.directory.mkdir()
-        self.landing = Landing(os.fspath(self.directory), dict(expected), 0o444)
-
-    @property
-    def bad(self) -> Iterable[str]:
-        return tuple(self.landing.bad)
-
-    def commit(self) -> None:
-        """Flush everything that arrived, then give it its name."""
-        if self.landing.error is not None:
-            raise self.landing.error
-        names = [path.name for path in self.directory.iterdir() if len(path.name) == 64]
-        if not names:
-            return
-        durable.sync_file_system(os.fspath(self.directory))
-        for shard in {name[:2] for name in names}:
-            (self.store.objects / shard).mkdir(exist_ok=True)
-        for name in names:
-            (self.directory / name).rename(self.store.path(name))
-        durable.sync_file_system(os.fspath(self.store.objects))
-
-    def discard(self) -> None:
-        for path in list(self.directory.iterdir()):
-            path.unlink()
-        self.directory.rmdir()
-
-
-def load_stamps(path: Path) -> dict[str, list[Any]]:
-    """Return `{path: [dev, ino, size, mtime_ns, ctime_ns, digest]}` of an earlier look, or nothing."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def save_stamps(path: Path, stamps: Mapping[str, list[Any]]) -> None:
-    """Remember stamps for the next look; a full disk only costs a longer one."""
-    try:
-        path.parent.mkdir(exist_ok=True)
-        durable.write_file(os.fspath(path), json.dumps(stamps, separators=(",", ":")).encode())
-    except OSError:
-        pass

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from ddtree_deploy.agent import durable
 from ddtree_deploy.agent.paths import HostilePath, parse
 from ddtree_deploy.errors import IntegrityFailure
 from ddtree_deploy.events import Step
@@ -14,7 +18,7 @@ from ddtree_deploy.manifest import python_facts
 from ddtree_deploy.models import Inventory, Manifest
 from ddtree_deploy.origins import Classified, classify
 from ddtree_deploy.session import Session
-from ddtree_deploy.store import Store, load_stamps, save_stamps
+from ddtree_deploy.store import Store
 
 RACY_NS = 1_000_000_000
 #: Findings about entries that no manifest can hold, so that a new generation is made without them.
@@ -67,7 +71,7 @@ def survey(session: Session, store: Store, *, unless: Sequence[Any] | None = Non
             raise IntegrityFailure(f"`{host.name}` left out a tree that nobody said to know")
         return Survey(reply.fields, reply.value, {}, tree=store.tree(reply.fields["info"]["result"]))
     cache = store.stat_cache(key(host))
-    stamps = load_stamps(cache)
+    stamps = _load_stamps(cache)
     digests: dict[str, str | None] = {}
     unknown: list[str] = []
     size = 0
@@ -106,7 +110,7 @@ def _remember(cache: Any, files: list[list[Any]], digests: Mapping[str, str | No
         # git's racily-clean rule: a file touched just before we looked may change again within the same clock tick.
         if kind == "f" and digest and max(mtime, ctime) < now_ns - RACY_NS:
             settled[path] = [dev, ino, length, mtime, ctime, digest]
-    save_stamps(cache, settled)
+    _save_stamps(cache, settled)
 
 
 def inventory(host: Host, seen: Survey) -> Inventory:
@@ -131,3 +135,21 @@ def inventory(host: Host, seen: Survey) -> Inventory:
             "left_behind": [f"{f.where} ({f.kind})" for f in found.findings if f.kind in LEFT_BEHIND],
         },
     )
+
+
+def _load_stamps(path: Path) -> dict[str, list[Any]]:
+    """Return `{path: [dev, ino, size, mtime_ns, ctime_ns, digest]}` of an earlier look, or nothing."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _save_stamps(path: Path, stamps: Mapping[str, list[Any]]) -> None:
+    """Remember stamps for the next look; a full disk only costs a longer one."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        durable.write_file(os.fspath(path), json.dumps(stamps, separators=(",", ":")).encode())
+    except OSError:
+        pass

@@ -118,8 +118,9 @@ def cache_verify(ui: Ui) -> int:
     from ddtree_deploy.errors import IntegrityFailure
     from ddtree_deploy.render.words import plural, short, size
     from ddtree_deploy.store import Store
+    from ddtree_deploy.upkeep import verify
 
-    report = Store.open().verify(ui.emit)
+    report = verify(Store.open(), ui.emit)
     bad = [f"object {digest}: content differs" for digest in report.bad]
     bad += [f"snapshot {short(identity)}: object {digest} is missing" for identity, digest in report.missing]
     if bad:
@@ -142,15 +143,16 @@ def cache_prune(
     from ddtree_deploy.errors import UsageProblem
     from ddtree_deploy.render.words import plural, size
     from ddtree_deploy.store import Store
+    from ddtree_deploy.upkeep import prune
 
     store = Store.open()
-    planned = store.prune(keep, dry_run=True)
+    planned = prune(store, keep, dry_run=True)
     nothing = not planned.objects and not planned.snapshots
     if not dry_run and not nothing:
         forgotten = f"{plural(len(planned.snapshots), 'snapshot')} and " if planned.snapshots else ""
         if not ui.confirm(f"delete {forgotten}{plural(planned.objects, 'object')} ({size(planned.bytes)})?", yes):
             raise UsageProblem("nothing was deleted: not confirmed", mend="answer `y`, or add `-y`")
-        planned = store.prune(keep)
+        planned = prune(store, keep)
     verb = "would delete" if dry_run else "deleted"
     ui.document(
         "cache-prune",
@@ -167,8 +169,9 @@ def cache_compress(ui: Ui) -> None:
     """
     from ddtree_deploy.render.words import size
     from ddtree_deploy.store import Store
+    from ddtree_deploy.upkeep import compress
 
-    made, raw, small = Store.open().compress(ui.emit)
+    made, raw, small = compress(Store.open(), ui.emit)
     ui.say(f"compressed {made} objects: {size(raw)} to {size(small)}")
     ui.document("cache-compress", {"objects": made, "raw_bytes": raw, "bytes": small})
 

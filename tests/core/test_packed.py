@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from ddtree_deploy import upkeep
 from ddtree_deploy.agent import frames, objects, zstd
 from ddtree_deploy.agent.landing import Landing
 from ddtree_deploy.store import Store
@@ -75,12 +76,12 @@ def test_the_store_makes_twins_once_of_what_shrinks(tmp_path: Path) -> None:
     for data in (text, noise):
         store.path(digest(data)).parent.mkdir(exist_ok=True)
         store.path(digest(data)).write_bytes(data)
-    made, raw, small = store.compress()
+    made, raw, small = upkeep.compress(store)
     assert (made, raw) == (1, len(text)) and 0 < small < len(text) // 10
     twins = store.packed([(digest(text), len(text)), (digest(noise), len(noise))])
     assert twins == {digest(text): small}
     with os.fdopen(store.open_packed(digest(text)), "rb") as twin:
         assert zstandard.ZstdDecompressor().decompress(twin.read(), max_output_size=len(text)) == text
-    assert store.compress() == (0, 0, 0)
-    store.prune()
+    assert upkeep.compress(store) == (0, 0, 0)
+    upkeep.prune(store)
     assert not store.packed_path(digest(text)).exists()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ddtree_deploy import upkeep
 from ddtree_deploy.agent import frames, objects
 from ddtree_deploy.errors import IntegrityFailure, IoProblem, Locked, UsageProblem
 from ddtree_deploy.manifest import encode, identity
@@ -164,7 +165,7 @@ def test_verify_finds_what_a_disk_did(store: Store) -> None:
     (store.snapshots / f"{other}.json").chmod(0o644)
     (store.snapshots / f"{other}.json").write_text("{}")
     seen: list[object] = []
-    report = store.verify(seen.append)
+    report = upkeep.verify(store, seen.append)
     assert report.bad == (digest("1"),)
     assert set(report.missing) == {(name, digest("1")), (other, "manifest")}
     assert seen
@@ -184,13 +185,13 @@ def test_a_manifest_that_is_not_what_its_name_says_is_refused(store: Store) -> N
 
 def test_prune_keeps_what_labels_and_the_newest_need(store: Store) -> None:
     labelled, old, new = take(store, "1", "good"), take(store, "2"), take(store, "3")
-    planned = store.prune(keep=1, dry_run=True)
+    planned = upkeep.prune(store, keep=1, dry_run=True)
     assert planned.snapshots == (old,) and planned.objects == 2
     assert len(store.refs()) == 3
-    assert store.prune(keep=1) == planned
+    assert upkeep.prune(store, keep=1) == planned
     assert {ref.id for ref in store.refs()} == {labelled, new}
     assert store.absent(store.manifest(labelled)) == store.absent(store.manifest(new)) == []
-    assert store.prune(keep=1).objects == 0
+    assert upkeep.prune(store, keep=1).objects == 0
 
 
 def test_prune_clears_what_runs_that_died_left(store: Store) -> None:
@@ -202,7 +203,7 @@ def test_prune_clears_what_runs_that_died_left(store: Store) -> None:
     (store.references / ".tmp-dead").write_bytes(b"half")
     orphan = store.snapshots / ("0" * 64 + ".json")  # a snapshot whose record was never written
     orphan.write_text("{}")
-    store.prune()
+    upkeep.prune(store)
     left = sorted(p.name for d in (store.temporary, store.quarantine, store.snapshots, store.references) for p in d.iterdir())
     assert left == [f"{name}.json", f"{name}.json"]
 

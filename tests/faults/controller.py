@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+from ddtree_deploy import upkeep
 from ddtree_deploy.events import Event, Progress
 from ddtree_deploy.snapshot import take
 from ddtree_deploy.store import Store
@@ -37,7 +38,7 @@ def main() -> None:
     elif config["act"] == "snapshot":
         print(take(host, store, probe=False, label=config.get("label", ""), emit=_emit).ref.id)
     elif config["act"] == "prune":
-        store.prune(1)
+        upkeep.prune(store, 1)
     else:
         raise SystemExit(f"unknown act {config['act']}")
 

@@ -20,6 +20,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ddtree_deploy import upkeep
 from ddtree_deploy.errors import DeployError
 from ddtree_deploy.generations import prune_generations, rollback
 from ddtree_deploy.snapshot import take
@@ -105,7 +106,7 @@ def operate(config: dict[str, str]) -> str:
         elif config["act"] == "prune":
             prune_generations(host, 2)
         else:
-            store.prune(3)
+            upkeep.prune(store, 3)
     except DeployError as error:
         if error.exit_code == 1:
             raise
@@ -219,10 +220,10 @@ def _at_rest(venvs: list[Path], homes: list[Path], snapshots: list[str], counts:
     for home in homes:
         store = Store.open(home)
         check_objects(store.objects)
-        report = store.verify()
+        report = upkeep.verify(store)
         if report.bad or report.missing:
             counts.wrong.append(f"{home.name}: {report}")
-        store.prune()
+        upkeep.prune(store)
         left = [path.name for path in (home / "store").rglob("*") if path.name.startswith((".tmp-", "in-"))]
         if left:
             counts.wrong.append(f"{home.name}: left over: {left}")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ddtree_deploy import upkeep
 from ddtree_deploy.agent import layout
 from ddtree_deploy.errors import DeployError, IntegrityFailure
 from ddtree_deploy.events import Event, Note, Step
@@ -116,7 +117,7 @@ def test_a_snapshot_whose_object_is_damaged_once_on_the_wire_is_whole(world: Wor
     store = Store.open(tmp_path / "other")
     taken = take(local(world.source, python=python), store, probe=False)
     assert told.exists() and taken.ref.id == world.snapshot
-    assert store.verify().bad == () and store.verify().missing == ()
+    assert upkeep.verify(store).bad == () and upkeep.verify(store).missing == ()
 
 
 def test_no_flipped_bit_anywhere_on_the_wire_makes_a_wrong_tree(world: World, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ddtree_deploy import upkeep
 from ddtree_deploy.agent import durable
 from ddtree_deploy.errors import HostUnreachable, Locked, StalePlan
 from ddtree_deploy.events import Event, Step
@@ -153,7 +154,7 @@ def test_two_snapshots_into_one_store_at_once(world: World, tmp_path: Path) -> N
     store = Store.open(home)
     assert ids[0] == ids[2] == world.snapshot and ids[1] == ids[3]
     assert {ref.id for ref in store.refs()} == set(ids)
-    report_ = store.verify()
+    report_ = upkeep.verify(store)
     assert report_.bad == () and report_.missing == () and list(store.temporary.iterdir()) == []
     alone = Store.open(tmp_path / "alone")
     for venv in (world.source, world.root / "other"):

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from ddtree_deploy import answers, session
+from ddtree_deploy import answers, session, upkeep
 from ddtree_deploy.agent import frames
 from ddtree_deploy.errors import DeployError, HostUnreachable, IntegrityFailure, RestoreUnconfirmed
 from ddtree_deploy.hosts.base import Host
@@ -73,7 +73,7 @@ def check_store(store: Store) -> None:
     for ref in store.refs():
         assert store.absent(store.manifest(ref.id)) == []
     assert list(store.temporary.iterdir()) == []
-    store.prune()
+    upkeep.prune(store)
 
 
 def test_every_honest_answer_has_its_shape(stage: Stage) -> None:
@@ -115,7 +115,7 @@ def test_a_snapshot_of_a_host_that_lies_leaves_the_store_right(stage: Stage, pla
         assert error is None or {ref.id for ref in store.refs()} == before
         for ref in store.refs():
             store.forget(ref.id)
-        store.prune()
+        upkeep.prune(store)
         assert sentinel.read_text() == "untouched"
     report("P13 lies to a snapshot", places=len(places(stage.snapshot)), lies=len(LIES), tried=len(tried), refused=refused)
     assert refused > 0

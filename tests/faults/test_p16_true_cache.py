@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ddtree_deploy import upkeep
 from ddtree_deploy.errors import IntegrityFailure
 from ddtree_deploy.hosts.base import Host
 from tests.faults.harness import check_objects, outcome, rest
@@ -42,7 +43,7 @@ def test_a_snapshot_that_lost_an_object_is_incomplete_refused_and_mended_by_anot
 def test_cache_verify_finds_it_too(world: World) -> None:
     victim = sorted(world.store.digests())[0]
     world.store.path(victim).unlink()
-    assert world.store.verify().missing == ((world.snapshot, victim),)
+    assert upkeep.verify(world.store).missing == ((world.snapshot, victim),)
     assert [ref.complete for ref in world.store.refs()] == [False]
 
 
@@ -60,5 +61,5 @@ def test_an_edit_of_a_deployed_file_in_place_does_not_reach_the_store(world: Wor
             with path.open("ab") as file:
                 file.write(b"# by hand\n")
     assert check_objects(world.store.objects) == len(world.store.digests())
-    report = world.store.verify()
+    report = upkeep.verify(world.store)
     assert report.bad == () and report.missing == ()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ddtree_deploy import upkeep
 from ddtree_deploy.errors import SourceDrift
 from ddtree_deploy.events import Event, Note, Progress, Step
 from ddtree_deploy.models import PATCHED, STOCK, UNOWNED
@@ -58,7 +59,7 @@ def test_a_file_changed_while_it_is_sent_is_read_again(venv: Path, store: Store)
     taken = take(local(venv), store, probe=False, allow_drift=True, emit=emit)
     assert any("changed while they were read" in note for note in notes)
     assert {e.path: e.digest for e in taken.manifest.files}["alpha/payload.bin"] == contents(site(venv))["alpha/payload.bin"]
-    assert store.verify().bad == () and store.absent(taken.manifest) == []
+    assert upkeep.verify(store).bad == () and store.absent(taken.manifest) == []
 
 
 @pytest.mark.faults
@@ -85,7 +86,7 @@ def test_a_file_that_changes_its_size_while_it_is_sent_is_noticed(venv: Path, st
         assert held.get("alpha/payload.bin") in (before, contents(site(venv)).get("alpha/payload.bin"))
     else:
         assert isinstance(error, SourceDrift) and any("alpha/payload.bin" in cause for cause in error.causes)
-    assert store.verify().bad == ()
+    assert upkeep.verify(store).bad == ()
 
 
 @pytest.mark.faults
