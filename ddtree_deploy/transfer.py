@@ -82,12 +82,14 @@ def push(
     options: PushOptions,
     *,
     approve: Callable[[Plan], bool],
+    about_to_switch: Callable[[], None] = lambda: None,
     emit: Emit = ignore,
 ) -> Pushed:
     """Push a snapshot to a host and return what the host's ledger says.
 
-    `approve(plan)` is asked once, before anything is written. Raises Incompatible, NoSpace, Locked, StalePlan, ProofFailed with the
-    live generation untouched; RevertedAfterFailure when the old one was restored; RestoreUnconfirmed when that is not known.
+    `approve(plan)` is asked once, before anything is written; `about_to_switch()` is called when the staged tree is proved.
+    Raises Incompatible, NoSpace, Locked, StalePlan, ProofFailed with the live generation untouched; RevertedAfterFailure when the
+    old one was restored; RestoreUnconfirmed when that is not known.
     """
     clock = _Clock()
     if not store.ref(snapshot_id).complete:
@@ -115,6 +117,7 @@ def push(
                 _approved(plan, approve)
         work.stage(seen, base)
         work.prove(store.proof(snapshot_id))
+        about_to_switch()
         tx, generation, previous = work.switch()
         uses = tuple(use for use in plan.uses if use.how in ("maps", "exe"))
     # The connection that switched is closed: only a fresh one proves that the host can still be reached.

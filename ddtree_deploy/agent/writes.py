@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 
+#: In our directory, and not a push's to remove: what was launched from the venv may run.
+LAUNCHED = ("servers", "jit")
+
+
 class Push:
     """What a connection holds between `begin` and its end."""
 
@@ -354,7 +358,7 @@ def release(session: Session, _header: dict[str, Any], _value: object) -> dict[s
     session.push = None
     _unlock(push)
     layout.remove(found.generations)
-    layout.remove(found.state)
+    _clear(found, LAUNCHED)
     return {"generation": live}
 
 
@@ -387,16 +391,21 @@ def close(session: Session) -> None:
         _unlock(push)
 
 
+def _clear(found: layout.Layout, kept: Iterable[str]) -> None:
+    """Remove our directory of a venv, but for these names."""
+    for name in os.listdir(found.state):
+        if name not in kept:
+            layout.remove(os.path.join(found.state, name))
+    if not os.listdir(found.state):
+        os.rmdir(found.state)
+
+
 def _tidy_away(push: Push) -> None:
     if push.fresh_incoming and not push.keep_incoming:
         layout.remove(push.found.incoming)
     if not push.switched and push.found.live() is None and not push.found.numbers() and not os.path.isdir(push.found.incoming):
         # A first push that came to nothing leaves an ordinary venv, as it was found.
-        for name in os.listdir(push.found.state):
-            if name not in ("ledger.jsonl",):
-                layout.remove(os.path.join(push.found.state, name))
-        if not os.listdir(push.found.state):
-            os.rmdir(push.found.state)
+        _clear(push.found, ("ledger.jsonl", *LAUNCHED))
 
 
 def _unlock(push: Push) -> None:

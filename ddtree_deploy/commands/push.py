@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,12 +12,8 @@ from ddtree_deploy.render.ui import Ui
 
 if TYPE_CHECKING:
     from ddtree_deploy.abi import Allowance
-    from ddtree_deploy.events import Emit
-    from ddtree_deploy.hosts.base import Host
-    from ddtree_deploy.models import Plan, Pushed
     from ddtree_deploy.overlay import Overlay
     from ddtree_deploy.store import Store
-    from ddtree_deploy.transfer import PushOptions
 
 PANEL = "Move"
 SWITCH = "Switch"
@@ -149,6 +143,7 @@ def push(
     live. It is probed again, and goes back by itself unless a fresh connection confirms it. With several hosts all are
     planned first, then one proves the snapshot, then the others follow; a table tells how it ended for each.
     """
+    from ddtree_deploy.commands import pushing
     from ddtree_deploy.config import load
     from ddtree_deploy.render import plan_views, views
     from ddtree_deploy.store import Store
@@ -179,13 +174,14 @@ def push(
     if dry_run:
         store.remembers = False
         if len(hosts) > 1:
-            return _plan_fleet(ui, hosts, store, identity, options, files)
+            return pushing.plan_fleet(ui, hosts, store, identity, options, files)
         plan_views.show(ui, plan_push(hosts[0], store, identity, options, ui.emit), files, line=True)
         ui.result(dry_run=True)
         return 0
     if len(hosts) > 1:
-        return _push_fleet(ui, hosts, store, identity, options, jobs, keep_going, yes, files, restart)
-    pushed = _push_one(hosts[0], store, identity, options, _approval(ui, yes, files, threading.Lock(), restart), ui.emit, restart)
+        return pushing.push_fleet(ui, hosts, store, identity, options, jobs, keep_going, yes, files, restart)
+    approve = pushing.approval(ui, yes, files, restart)
+    pushed = pushing.push_one(hosts[0], store, identity, options, approve, ui.emit, restart)
     views.pushed(ui, pushed)
     ui.result(pushed=[pushed])
     return 0
@@ -210,122 +206,3 @@ def _allowances(texts: list[str], reason: str) -> tuple[Allowance, ...]:
         return tuple(Allowance.parse(text, reason) for text in texts)
     except ValueError as error:
         raise UsageProblem(str(error), mend="see the checks in docs/abi.md, and what `ddtree-deploy diff` names") from error
-
-
-def _push_one(
-    where: Host, store: Store, identity: str, options: PushOptions, approve: Callable[[Plan], bool], emit: Emit, restart: bool
-) -> Pushed:
-    """Push to one host, and restart its servers around the switch if that was asked for."""
-    from ddtree_deploy.transfer import push as push_one
-
-    def work(about_to_switch: Callable[[], None]) -> Pushed:
-        return push_one(where, store, identity, options, approve=approve, about_to_switch=about_to_switch, emit=emit)
-
-    if not restart:
-        return work(lambda: None)
-    from ddtree_deploy.restart import push_and_restart
-
-    return push_and_restart(where, work, emit=emit)
-
-
-def _approval(ui: Ui, yes: bool, files: bool, lock: threading.Lock, restart: bool, several: bool = False) -> Callable[[Plan], bool]:
-    """Make the question of a push: the plan is always shown; a person is asked only when processes run from there."""
-    from ddtree_deploy.render import fleet_views, plan_views
-    from ddtree_deploy.render.words import plural
-
-    told: list[str] = []
-
-    def approve(plan: Plan) -> bool:
-        with lock:
-            if several:
-                fleet_views.announce(ui, plan, files, first=not told)
-            else:
-                plan_views.announce(ui, plan, files)
-            told.append(plan.target)
-            if plan.empty or not plan.uses:
-                return True
-            if any(" -m ddtree.server" in use.command or "sglang" in use.command for use in plan.uses):
-                ui.say(
-                    f"hint: a server runs from there: `ddtree-deploy restart {plan.target}` takes it to the new generation afterwards",
-                    "cyan",
-                )
-            running = plural(len({use.pid for use in plan.uses}), "process").replace("processs", "processes")
-            what = "stop the servers among them for the switch" if restart else "switch it under them"
-            return ui.confirm(f"{running} on `{plan.target}` run from this venv; {what}?", yes)
-
-    return approve
-
-
-def _push_fleet(
-    ui: Ui,
-    hosts: list[Host],
-    store: Store,
-    identity: str,
-    options: PushOptions,
-    jobs: int,
-    keep_going: bool,
-    yes: bool,
-    files: bool,
-    restart: bool,
-) -> int:
-    """Push to several hosts, print the table, and raise what the run ends with."""
-    from ddtree_deploy.events import Event
-    from ddtree_deploy.fleet import Fleet, ReadOnce, failure
-    from ddtree_deploy.render import fleet_views
-
-    once = ReadOnce(store)
-    fleet = Fleet(hosts, jobs, keep_going, lambda end: fleet_views.ended(ui, end))
-    approve = _approval(ui, yes, files, threading.Lock(), restart, several=True)
-
-    def emit(event: Event) -> None:
-        fleet.heard(event)
-        ui.emit(event)
-
-    def work(where: Host, cleared: Callable[[Plan], None]) -> Pushed:
-        def approved(plan: Plan) -> bool:
-            if not approve(plan):
-                return False
-            cleared(plan)
-            return True
-
-        return _push_one(where, once, identity, options, approved, emit, restart)
-
-    try:
-        ends = fleet.run(work)
-    except KeyboardInterrupt:
-        ui.json_line({"type": "hosts", "hosts": fleet_views.table(ui, fleet.ends())})
-        raise
-    rows = fleet_views.table(ui, ends)
-    problem = failure(ends, detail=ui.quiet)
-    if problem is not None:
-        ui.json_line({"type": "hosts", "hosts": rows})
-        raise problem
-    ui.result(hosts=rows, pushed=[end.pushed for end in ends])
-    return 0
-
-
-def _plan_fleet(ui: Ui, hosts: list[Host], store: Store, identity: str, options: PushOptions, files: bool) -> int:
-    """Show what a push to several hosts would do; a host that can not be planned does not hide the others."""
-    from ddtree_deploy.errors import DeployError
-    from ddtree_deploy.fleet import End, ReadOnce, State, failure
-    from ddtree_deploy.render import fleet_views, plan_views
-    from ddtree_deploy.transfer import plan_push
-
-    once, ends = ReadOnce(store), []
-    for where in hosts:
-        try:
-            plan = plan_push(where, once, identity, options, ui.emit)
-        except DeployError as error:
-            end = End(where.name, State.FAILED, error=error)
-            fleet_views.ended(ui, end)
-        else:
-            plan_views.show(ui, plan, files, line=True)
-            end = End(where.name, State.CURRENT if plan.empty else State.PLANNED, generation=plan.base_generation, plan=plan)
-        ends.append(end)
-    rows = fleet_views.table(ui, ends)
-    problem = failure(ends, detail=ui.quiet)
-    if problem is not None:
-        ui.json_line({"type": "hosts", "hosts": rows})
-        raise problem
-    ui.result(dry_run=True, hosts=rows)
-    return 0
