@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -195,9 +195,9 @@ class ReadOnce(Store):
                 self._manifests[name] = super().manifest(name)
             return self._manifests[name]
 
-    def absent(self, manifest: Manifest) -> list[str]:
+    def absent(self, manifest: Manifest, stored: Collection[str] | None = None) -> list[str]:
         """Return the digests of a snapshot that the store does not have, as they were when it was asked first."""
         with self._reading:
             if id(manifest) not in self._absent:
-                self._absent[id(manifest)] = super().absent(manifest)
+                self._absent[id(manifest)] = super().absent(manifest, stored)
             return self._absent[id(manifest)]
