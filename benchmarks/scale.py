@@ -16,7 +16,8 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 
 PRELUDE = """
-import json, os, resource, sys, time
+import gc, json, os, resource, sys, time
+gc.set_threshold(100_000, 50, 1000)  # as the command line and the agent do
 sys.path.insert(0, {repo!r})
 N = {n}
 HERE = {here!r}

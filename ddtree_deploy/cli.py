@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import re
@@ -66,6 +67,9 @@ def _usage(problem: typer.TyperException, argv: list[str]) -> int:
 
 def main() -> None:
     """Run the command line and end with its exit code."""
+    # A run makes hundreds of thousands of records that live until its end; to look for cycles among them again and again takes
+    # longer than to make them (benchmarks/scale.py).
+    gc.set_threshold(100_000, 50, 1000)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files may be any bytes

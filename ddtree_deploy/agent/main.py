@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import gc
 import importlib
 import os
 import queue
@@ -218,6 +219,7 @@ def main(zip_fd: int = -1) -> NoReturn:
     """Run the agent on this process's stdin and stdout (argv: `rw` or `ro`, with the packages sent along: `rw,serving`)."""
     mode, *parts = (sys.argv[1:] or ["ro"])[-1].split(",")
     read_only = mode != "rw"
+    gc.set_threshold(100_000, 50, 1000)  # a walk has as many records as the tree has files, and they all live
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     # stdin and stdout are the wire: a stray print of a child must not reach it.
     fd_in, fd_out = os.dup(0), os.dup(1)
