@@ -427,6 +427,8 @@ def report(cells: list[Cell], text: list[str], bench: Bench) -> str:
         "",
         "ct129 has torch 2.11.0+cu130, sglang-kernel 0.4.2.post2 and sglang 0.5.11; ct200 has torch 2.9.1+cu128,",
         "sgl-kernel 0.3.21 and sglang 0.5.9. The cells `cu12 tree + smallest set` above are what loads after the push.",
+        "`python scripts/oracle_story.py` replays the same through the command line, push included, on venvs of these wheels, and",
+        "`tests/abi/test_story.py` with tiny shared objects wherever the tests run.",
         *text,
         "",
         "## Repeat it",

@@ -125,6 +125,15 @@ def test_versions_default_and_hidden(tmp_path: Path) -> None:
 
 
 @needs_gcc
+def test_names_beyond_ascii_and_exports_left_out(tmp_path: Path) -> None:
+    path = str(Env(tmp_path / "e").so("libn.so", ["naïve", "plain"], ["nowhere_ñ"]))
+    facts = elf.read(path)
+    assert {"naïve", "plain"} <= set(facts["defines"]) and "nowhere_ñ" in facts["undefined"]
+    without = elf.read(path, exports=False)
+    assert without["defines"] == [] and {**without, "defines": facts["defines"]} == facts
+
+
+@needs_gcc
 @pytest.mark.parametrize("header", [64, 80, 104, 112])
 def test_architectures_of_hand_made_gpu_code(tmp_path: Path, header: int) -> None:
     section = container(["sm_80", "sm_90a"], header) + b"\0" * 40 + container(["sm_100f", "compute_120", "sm_120a"], header)

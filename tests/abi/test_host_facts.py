@@ -211,6 +211,34 @@ def test_facts_are_gathered_with_the_standard_library_alone(python: str, tmp_pat
     assert site.system.interpreter and site.host.python_tag
 
 
+def test_what_a_link_out_of_the_tree_is_and_who_owns_it(tmp_path: Path) -> None:
+    """One that resolves is there for its owner; one that dangles is missing; one inside the tree is an ordinary file."""
+    site, far = tmp_path / "site", tmp_path / "far.py"
+    far.write_text("x = 1\n")
+    (site / "k").mkdir(parents=True)
+    (site / "k/a.py").symlink_to(far)
+    (site / "k/b.py").symlink_to(tmp_path / "nowhere")
+    (site / "k/c.py").write_text("y = 2\n")
+    (site / "k/d.py").symlink_to("c.py")
+    (site / "k-1.dist-info").mkdir()
+    (site / "k-1.dist-info/METADATA").write_text("Name: k\nVersion: 1\n\n")
+    (site / "k-1.dist-info/RECORD").write_text("k/a.py,,6\nk/b.py,,6\nk/c.py,,9\n\"k/./d.py\",,6\n../../bin/k,,1\nk/x.pyc,,\n")
+    facts = abi_facts.tree(str(site))
+    assert facts["outside_links"] == [["k/a.py", str(far), True], ["k/b.py", str(tmp_path / "nowhere"), False]]
+    (dist,) = facts["dists"]
+    assert sorted(dist["owns"]) == ["k/a.py", "k/c.py", "k/d.py"]
+    assert dist["missing"] == {"count": 1, "examples": ["k/b.py"]} and dist["resized"] == {"count": 1, "examples": ["k/c.py"]}
+
+
+def test_the_triton_that_filled_a_cache_is_read_from_its_kernels(tmp_path: Path) -> None:
+    for name, version in (("A", "3.5.1"), ("B", "3.6.0")):
+        (tmp_path / "t" / name).mkdir(parents=True)
+        (tmp_path / "t" / name / "add.json").write_text(json.dumps({"hash": name, "triton_version": version}))
+        (tmp_path / "t" / name / "__grp__add.json").write_text('{"triton_version": "0"}')
+    (found,) = host_facts.caches({"TRITON_CACHE_DIR": str(tmp_path / "t")}, str(tmp_path / "home"))
+    assert (found["kind"], found["files"], found["triton"]) == ("triton", 4, ["3.5.1", "3.6.0"])
+
+
 def test_facts_go_through_json_unchanged() -> None:
     facts = abi_facts.collect(str(REPO / "tests"), env={"PATH": "/nowhere"})
     assert json.loads(json.dumps(facts)) == facts
