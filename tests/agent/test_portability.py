@@ -18,8 +18,8 @@ from ddtree_deploy.session import agent_zip
 
 AGENT = Path(ddtree_deploy.agent.__file__).parent
 SOURCES = sorted(AGENT.glob("*.py"))
-#: Sent to a host at the start of each command, over lines of 1 Mbit/s too.
-LARGEST = 96 << 10
+#: Sent to a host at the start of each command: a second over a line of 1 Mbit/s.
+LARGEST = 128 << 10
 #: With what newer Pythons have and the agent does without elsewhere: compression (3.14).
 STDLIB = sys.stdlib_module_names | {"compression"}
 
