@@ -121,7 +121,7 @@ def _fault(path: str, kind: str, target: str) -> Finding | None:
             return Finding("outside-link", path, f"a link to `{target}`, which is not carried: replace it by what it points to")
         return Finding("hostile-name", repr(path), str(error))
     if kind == "?":
-        return Finding("special", path, "a socket, pipe or device: remove it")
+        return Finding("special", path, "a socket, pipe, device, or a directory too deep for a path: remove it")
     return None
 
 

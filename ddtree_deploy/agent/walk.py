@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -29,8 +30,8 @@ SKIPPED_DIRS = frozenset(["__pycache__"])
 def walk(root: str, directories: dict[str, int] | None = None) -> list[Entry]:
     """Return the entries below `root`, sorted by path: `(path, kind, mode, size, dev, ino, mtime_ns, ctime_ns, target, nlink)`.
 
-    `kind` is `f`, `l`, or `?` (neither a regular file, a directory nor a link). `__pycache__` is left out, and so are empty
-    directories. Paths are relative, with `/`. `directories`, a dict, receives `{path: mtime_ns}` of every directory, as it was
+    `kind` is `f`, `l`, or `?` (neither a regular file, a directory nor a link, or a directory too deep for a path). `__pycache__`
+    is left out, and so are empty directories. Paths are relative, with `/`. `directories`, a dict, receives `{path: mtime_ns}` of every directory, as it was
     before its entries were read.
     """
     out: list[Entry] = []
@@ -39,32 +40,42 @@ def walk(root: str, directories: dict[str, int] | None = None) -> list[Entry]:
         directories[""] = os.stat(root).st_mtime_ns
     while stack:
         prefix = stack.pop()
-        with os.scandir(os.path.join(root, prefix) if prefix else root) as entries:
-            for entry in entries:
-                path = prefix + entry.name
-                info = entry.stat(follow_symlinks=False)
-                kind = stat.S_IFMT(info.st_mode)
-                if kind == stat.S_IFDIR:
-                    if entry.name not in SKIPPED_DIRS:
-                        stack.append(path + "/")
-                        if directories is not None:
-                            directories[path] = info.st_mtime_ns
-                    continue
-                if kind == stat.S_IFREG:
-                    out.append(
-                        (path, "f", info.st_mode & 0o777, info.st_size, info.st_dev, info.st_ino,
-                         info.st_mtime_ns, info.st_ctime_ns, "", info.st_nlink)
-                    )
-                elif kind == stat.S_IFLNK:
-                    target = os.readlink(entry.path)
-                    out.append(
-                        (path, "l", 0o777, 0, info.st_dev, info.st_ino,
-                         info.st_mtime_ns, info.st_ctime_ns, target, info.st_nlink)
-                    )
-                else:
-                    out.append((path, "?", 0, 0, 0, 0, 0, 0, "", 0))
+        try:
+            _list(root, prefix, out, stack, directories)
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            out.append((prefix.rstrip("/"), "?", 0, 0, 0, 0, 0, 0, "", 0))
     out.sort()
     return out
+
+
+def _list(root: str, prefix: str, out: list[Entry], stack: list[str], directories: dict[str, int] | None) -> None:
+    """Add the entries of one directory to `out`, and its directories to `stack`."""
+    with os.scandir(os.path.join(root, prefix) if prefix else root) as entries:
+        for entry in entries:
+            path = prefix + entry.name
+            info = entry.stat(follow_symlinks=False)
+            kind = stat.S_IFMT(info.st_mode)
+            if kind == stat.S_IFDIR:
+                if entry.name not in SKIPPED_DIRS:
+                    stack.append(path + "/")
+                    if directories is not None:
+                        directories[path] = info.st_mtime_ns
+                continue
+            if kind == stat.S_IFREG:
+                out.append(
+                    (path, "f", info.st_mode & 0o777, info.st_size, info.st_dev, info.st_ino,
+                     info.st_mtime_ns, info.st_ctime_ns, "", info.st_nlink)
+                )
+            elif kind == stat.S_IFLNK:
+                target = os.readlink(entry.path)
+                out.append(
+                    (path, "l", 0o777, 0, info.st_dev, info.st_ino,
+                     info.st_mtime_ns, info.st_ctime_ns, target, info.st_nlink)
+                )
+            else:
+                out.append((path, "?", 0, 0, 0, 0, 0, 0, "", 0))
 
 
 def same_directories(root: str, directories: dict[str, int]) -> bool:
