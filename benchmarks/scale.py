@@ -133,6 +133,17 @@ DISK: dict[str, tuple[str, str]] = {
         "index = layout.Index.load(os.path.join(found.directory(1), 'index'))\nassert all(index.digest(e) for e in entries)",
     ),
 }  # fmt: skip
+#: Of files; a push to many hosts keeps the plan of each.
+TARGETS: dict[str, tuple[str, str]] = {
+    "64 targets, every file replaced, a plan of each": (
+        MANIFEST, "plans = [plan.make('s', one, Inventory('t%d' % k, '/v', 's', python, 1, 'x', dists, files(3 + k), 1 << 60, 1 << 40))"
+        " for k in range(64)]",
+    ),
+    "64 targets, nothing replaced, a plan of each": (
+        MANIFEST, "plans = [plan.make('s', one, Inventory('t%d' % k, '/v', 's', python, 1, 'x', dists, files(1), 1 << 60, 1 << 40))"
+        " for k in range(64)]",
+    ),
+}  # fmt: skip
 #: Of snapshots in a store.
 STORES: dict[str, tuple[str, str]] = {
     "disk: make the snapshots (no part of the product)": (MANIFEST.replace("one =", "_ = lambda:") + STORE, SNAPSHOTS),
@@ -206,6 +217,7 @@ def main() -> None:
     numbers = lambda text: [int(word) for word in text.split(",") if word]  # noqa: E731
     parser.add_argument("--files", type=numbers, default=[10_000, 100_000, 300_000], help="numbers of files for pure steps")
     parser.add_argument("--disk", type=numbers, default=[10_000, 100_000, 300_000], help="numbers of files on a disk")
+    parser.add_argument("--targets", type=numbers, default=[1000, 10_000], help="numbers of files of each of 64 targets")
     parser.add_argument("--snapshots", type=numbers, default=[1000, 10_000], help="numbers of snapshots in a store")
     parser.add_argument("--end-to-end", type=numbers, default=[3000, 30_000], help="numbers of files of a whole snapshot and push")
     parser.add_argument("--sparse", type=int, default=20, help="GB of one sparse file")
@@ -215,6 +227,7 @@ def main() -> None:
         here = Path(name)
         for title, steps, sizes in (
             ("files, CPU s", PURE, options.files), ("files on a disk, CPU s", DISK, options.disk),
+            ("files at 64 targets, CPU s", TARGETS, options.targets),
             ("snapshots, CPU s", STORES, options.snapshots), ("whole commands, CPU s of the controller", ENDS, options.end_to_end),
         ):  # fmt: skip
             if sizes:

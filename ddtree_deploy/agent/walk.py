@@ -31,8 +31,8 @@ def walk(root: str, directories: dict[str, int] | None = None) -> list[Entry]:
     """Return the entries below `root`, sorted by path: `(path, kind, mode, size, dev, ino, mtime_ns, ctime_ns, target, nlink)`.
 
     `kind` is `f`, `l`, or `?` (neither a regular file, a directory nor a link, or a directory too deep for a path). `__pycache__`
-    is left out, and so are empty directories. Paths are relative, with `/`. `directories`, a dict, receives `{path: mtime_ns}` of every directory, as it was
-    before its entries were read.
+    is left out, and so are empty directories. Paths are relative, with `/`. `directories`, a dict, receives `{path: mtime_ns}` of
+    every directory, as it was before its entries were read.
     """
     out: list[Entry] = []
     stack = [""]
