@@ -17,7 +17,7 @@ from ddtree_deploy.agent import durable
 from ddtree_deploy.errors import DeployError, Incompatible, IntegrityFailure, UsageProblem
 from ddtree_deploy.models import PATCHED, UNOWNED, Check, Distribution, FileEntry, ImportProof
 from sglang_overlay import build, manifest
-from sglang_overlay.errors import BaseMismatch, OverlayError, UnknownVersion
+from sglang_overlay.errors import OverlayError, UnknownVersion
 
 if TYPE_CHECKING:
     from ddtree_deploy.store import Store
@@ -91,35 +91,19 @@ def carried(distributions: Sequence[Distribution], files: Sequence[FileEntry]) -
     return Carried(version, state.overlay_id if state.is_built else "", foreign, bool(ours) and not state.is_built)
 
 
-def prepare(*sources: manifest.Read) -> tuple[Overlay, ...]:
-    """Build the overlay of each version whose stock files one of `sources` has; versions without a source are left out."""
+def prepare(store: Store) -> tuple[Overlay, ...]:
+    """Build the overlay of each version whose stock files the store holds; other versions are left out."""
+    from ddtree_deploy.patches import in_store
+
     found = []
     for version, pins in manifest.load().items():
-        if pins.route != "overlay":
+        if pins.route != "overlay" or not all(store.path(digest).exists() for digest in pins.base.values()):
             continue
-        for read in sources:
-            try:
-                with told():
-                    built = build.build_from(read, version)
-            except IntegrityFailure as problem:
-                if not isinstance(problem.__cause__, BaseMismatch):
-                    raise
-                continue
-            entries = tuple(FileEntry(f.path, "f", 0o644, len(f.data), f.sha256, PATCHED, -1) for f in built)
-            found.append(Overlay(version, pins.overlay_id, entries, {f.sha256: f.data for f in built}))
-            break
+        with told():
+            built = build.build_from(in_store(store, pins.base), version)
+        entries = tuple(FileEntry(f.path, "f", 0o644, len(f.data), f.sha256, PATCHED, -1) for f in built)
+        found.append(Overlay(version, pins.overlay_id, entries, {f.sha256: f.data for f in built}))
     return tuple(found)
-
-
-def stock_in(store: Store) -> manifest.Read:
-    """Return what reads pinned stock files out of the store, by their sha256."""
-    pinned = {path: digest for entry in manifest.load().values() if entry.route == "overlay" for path, digest in entry.base.items()}
-
-    def read(path: str) -> bytes | None:
-        digest = pinned.get(path, "")
-        return store.read(digest) if digest and store.path(digest).exists() else None
-
-    return read
 
 
 def keep(store: Store, overlays: Sequence[Overlay]) -> None:

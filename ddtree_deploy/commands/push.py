@@ -190,7 +190,7 @@ def push(
 def _overlays(store: Store, keep: bool) -> tuple[Overlay, ...]:
     from ddtree_deploy import overlay
 
-    ready = overlay.prepare(overlay.stock_in(store))
+    ready = overlay.prepare(store)
     if keep:
         overlay.keep(store, ready)
     return ready
