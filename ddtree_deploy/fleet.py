@@ -51,7 +51,7 @@ def moves(states: Sequence[State], jobs: int, keep_going: bool) -> dict[int, Sta
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How it ended for one host, or where it was when the run was stopped. `generation` is what is live there, if known."""
+    """How it ended for one host, or where it was when the run was stopped (`step`). `generation` is what is live there, if known."""
 
     host: str
     state: State
@@ -112,11 +112,14 @@ class Fleet:
             thread.join()
         if self._broken is not None:
             raise self._broken
-        return self.ends()
+        return list(self._ends)
 
-    def ends(self) -> list[End]:
-        """Return where every host is now."""
+    def stop(self) -> list[End]:
+        """Let nobody begin any more, and return where every host is: who did not push yet is left as it is."""
         with self._turn:
+            early = (State.WAITING, State.LOOKING, State.PLANNED)
+            self._ends = [replace(end, state=State.LEFT) if end.state in early else end for end in self._ends]
+            self._turn.notify_all()
             return list(self._ends)
 
     def heard(self, event: Event) -> None:

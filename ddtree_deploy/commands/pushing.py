@@ -96,7 +96,7 @@ def push_fleet(
     try:
         ends = fleet.run(work)
     except KeyboardInterrupt:
-        ui.json_line({"type": "hosts", "hosts": fleet_views.table(ui, fleet.ends())})
+        ui.json_line({"type": "hosts", "hosts": fleet_views.table(ui, fleet.stop())})
         raise
     rows = fleet_views.table(ui, ends)
     problem = failure(ends, detail=ui.quiet)

@@ -46,7 +46,9 @@ def why(end: End, failed: Sequence[str]) -> str:
         return f"at: {end.step}"
     if end.state is State.PLANNED and end.plan is not None:
         return end.plan.blocks[0].text if end.plan.blocks else plan_views.summary(end.plan)
-    return f"{' and '.join(f'`{name}`' for name in failed[:2])} failed" if failed else ""
+    if end.state is State.LEFT and failed:
+        return f"{' and '.join(f'`{name}`' for name in failed[:2])} failed"
+    return "stopped before its turn" if end.state is State.LEFT else ""
 
 
 def row(end: End, failed: Sequence[str]) -> dict[str, Any]:

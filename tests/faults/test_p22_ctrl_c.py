@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.harness import EVERYTHING, check_generations, ledger, litter, live_generation, report, rest
-from tests.fixtures.venvs import BASE_PYTHON
+from tests.fixtures.venvs import BASE_PYTHON, make_venv, package, tree_hash
 from tests.fixtures.world import World, make_world
 
 pytestmark = pytest.mark.faults
@@ -31,10 +31,12 @@ def world(tmp_path: Path) -> World:
     return made
 
 
-def stopped(world: World, number: int, where: str, again: str = "once") -> subprocess.CompletedProcess[str]:
+def stopped(
+    world: World, number: int, where: str, again: str = "once", hosts: tuple[str, ...] = ("here",)
+) -> subprocess.CompletedProcess[str]:
     """Push, and send a signal at an event; the deadline of the confirmation is short."""
     argv = [sys.executable, "-m", "tests.faults.interrupted", str(int(number)), where, again]
-    argv += ["push", "here", "-y", "--confirm-timeout", "3", "--lock-wait", "30"]
+    argv += ["push", *hosts, "-y", "--confirm-timeout", "3", "--lock-wait", "30"]
     repository = str(Path(__file__).parents[2])
     env = {**os.environ, "DDTREE_HOME": str(world.store.root.parent), "PYTHONPATH": repository}
     return subprocess.run(argv, env=env, cwd=world.root, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
@@ -61,6 +63,19 @@ def test_ctrl_c_at_every_event(world: World) -> None:
     world.push()
     rest(world.target)
     assert world.live() == world.new
+
+
+def test_ctrl_c_of_several_hosts_names_who_was_not_touched(world: World) -> None:
+    other = make_venv(world.root / "other", package("alpha", "1.0"))
+    with (world.root / "ddtree.toml").open("a") as file:
+        file.write(f'[hosts.other]\ntransport = "local"\nvenv = "{other}"\npython = "{BASE_PYTHON}"\n')
+    before = tree_hash(other)
+    done = stopped(world, signal.SIGINT, "ask probe-live ", hosts=("here", "other"))
+    assert done.returncode == 130, done.stderr
+    _heads, here, there = done.stdout.splitlines()
+    assert here.split()[:2] == ["here", "stopped"] and there.split()[:3] == ["other", "not", "touched"], done.stdout
+    as_before(world, True)
+    assert tree_hash(other) == before
 
 
 def test_sigterm_has_its_own_exit_code(world: World) -> None:
