@@ -87,11 +87,13 @@ for d in objects:
 for n, d in enumerate(objects):
     store.path(d).write_bytes(b"%d" % n)
 for n in range(N):
-    m = Manifest(host="h%d" % n, venv="/v", python=python, distributions=(),
-                 files=tuple(sorted(FileEntry(path(k), "f", 0o644, 1, objects[k % 500], "unowned", -1) for k in range(n % 480, n % 480 + 20))))
+    some = range(n % 480, n % 480 + 20)
+    files = tuple(sorted(FileEntry(path(k), "f", 0o644, 1, objects[k % 500], "unowned", -1) for k in some))
+    m = Manifest(host="h%d" % n, venv="/v", python=python, distributions=(), files=files)
     data = codec.encode(m); name = codec.identity(data)
     (store.snapshots / (name + ".json")).write_bytes(data)
-    ref = dict(id=name, label="l%d" % n if n % 2 else "", host=m.host, venv="/v", created="2026-01-01T00:00:%09d" % n, files=20, bytes=20, patched=0)
+    label, created = "l%d" % n if n % 2 else "", "2026-01-01T00:00:%09d" % n
+    ref = dict(id=name, label=label, host=m.host, venv="/v", created=created, files=20, bytes=20, patched=0)
     (store.references / (name + ".json")).write_text(json.dumps(ref))
 """
 
@@ -122,7 +124,8 @@ DISK: dict[str, tuple[str, str]] = {
     "agent: walk and fingerprint": (TREE, "entries = walk.walk(root, {})\nwalk.fingerprint(entries)\nwalk.seal(entries)"),
     "agent: hash": (TREE + "paths = [e[0] for e in walk.walk(root)]", "walk.hash_paths(root, paths, lambda: False, lambda *_: None)"),
     "agent: build the tree by links": (
-        TREE + "entries = walk.walk(root)\nvouch = [[e[0], e[4], e[5], e[3], e[6], e[7], digest(int(e[0].split('_')[1][:-3]))] for e in entries]\n"
+        TREE + "entries = walk.walk(root)\n"
+        "vouch = [[e[0], e[4], e[5], e[3], e[6], e[7], digest(int(e[0].split('_')[1][:-3]))] for e in entries]\n"
         "wanted = sorted((v[0], 'f', e[2], e[3], v[6]) for v, e in zip(vouch, entries))\nsources = stage.gather(found, entries, vouch)\n"
         "os.makedirs(found.directory(1))",
         "index, used = stage.build(Quiet(), found, found.tree(1), wanted, sources)\nstage.stamp(index, walk.walk(found.tree(1)))\n"
