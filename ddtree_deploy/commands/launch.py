@@ -145,7 +145,7 @@ def launch(
     of its own. It is followed until it answers real completions. With `-n` only its command line is shown.
     """
     from ddtree_deploy.config import load
-    from ddtree_deploy.errors import ServerNotReady
+    from ddtree_deploy.errors import ServerNotReady, UsageProblem
     from ddtree_deploy.launch import lifecycle
     from ddtree_deploy.launch import nodes as several
     from ddtree_deploy.launch.fallback import go_back
@@ -163,6 +163,8 @@ def launch(
     }  # fmt: skip
     request, manifest, notes = _request(load().profiles, profile, like, hosts[0].venv, said, _variables(env), words)
     options = lifecycle.Options(wait, completions, 30.0 if drain is None else drain, restart_policy, keep, not no_nccl, detach)
+    if len(hosts) > 1 and rollback_on_failure:
+        raise UsageProblem("`--rollback-on-failure` knows one host", mend="roll each node back with `ddtree-deploy rollback`")
     try_nccl = options.nccl and not dry_run
     if len(hosts) > 1:
         ranks = several.prepare_all(hosts, request, ui.emit, nccl=try_nccl)
@@ -180,7 +182,9 @@ def launch(
         return
     if len(ranks) > 1:
         ready = several.launch_all(ranks, options, ui.emit, lambda server: views.begun(ui, server))
-        if ready is not None:
+        if ready is None:
+            ui.result(detached=True)
+        else:
             views.ready(ui, ready)
         return
     if detach:

@@ -17,8 +17,11 @@ from ddtree_deploy.session import Session
 KEPT_LINES = 400
 SHOWN_LINES = 12
 POLL = 2.0
+VERDICT_SECONDS = 10.0
 #: A completion that takes longer than this is a hang: the prompts are short and so are the answers.
 COMPLETION_SECONDS = 60.0
+#: But the first may compile kernels (a FlashInfer module took 110 s).
+FIRST_SECONDS = 300.0
 PROMPTS = ("The capital of France is", "1, 2, 3, 4,", "def main(", "Once upon a time")
 
 
@@ -76,10 +79,20 @@ class Watch:
         limit = max(1.0, min(timeout, self.left()))
         where: dict[str, Any] = {"venv": self.session.host.venv, "name": self.server.record.name}
         answer: dict[str, Any] = self.session.ask("serve-request", body, path=path, timeout=limit, patience=limit + 60, **where).value
+        if answer["error"] and not hangs(answer):
+            # A line that broke may be the first sign of a death; the supervisor needs a moment to say so, and `poll` raises it.
+            end = time.monotonic() + VERDICT_SECONDS
+            while time.monotonic() < end:
+                self.poll(0.5)
         if answer["phase"] in OVER or answer["phase"] == "restarting":
             self.poll(0.5)
             raise self.failure(f"the server ended at a request to {path}: {ending(self.server.last)}")
         return answer
+
+
+def hangs(answer: Mapping[str, Any]) -> bool:
+    """Tell whether a request got no answer in time (and not a broken line)."""
+    return answer["error"].startswith("no answer") or "timed out" in answer["error"]
 
 
 def ending(last: Mapping[str, Any] | None) -> str:
@@ -98,10 +111,10 @@ def wait(watch: Watch, algorithm: str, completions: int) -> Ready:
         watch.poll(min(POLL, max(0.1, watch.left())))
     watch.emit(Step(watch.host, "generate: /health_generate"))
     while True:
-        answer = watch.ask("/health_generate", timeout=COMPLETION_SECONDS)
+        answer = watch.ask("/health_generate", timeout=FIRST_SECONDS)
         if answer["status"] == 200:
             break
-        if watch.left() <= 0 or answer["error"].startswith("no answer"):
+        if watch.left() <= 0 or hangs(answer):
             said = answer["error"] or f"HTTP {answer['status']}: {answer['body'][:200]}"
             raise watch.failure(f"it is healthy but does not generate: {said}")
         watch.poll(1.0)
@@ -124,10 +137,15 @@ def wait(watch: Watch, algorithm: str, completions: int) -> Ready:
 def _complete(watch: Watch, model: str, number: int) -> float:
     """Ask for one completion and return its seconds. Raises ServerNotReady when it hangs, fails, or is empty."""
     body = {"model": model, "prompt": PROMPTS[number % len(PROMPTS)], "max_tokens": 8, "temperature": 0}
-    answer = watch.ask("/v1/completions", body, COMPLETION_SECONDS)
+    answer = watch.ask("/v1/completions", body, COMPLETION_SECONDS if number else FIRST_SECONDS)
     what = f"completion {number + 1}"
     if answer["error"]:
-        raise watch.failure(f"healthy, but {what} hangs: {answer['error']}", "look for a hung rank; restart it, and report the log")
+        verb, mend = (
+            ("hangs", "look for a hung rank in the log; the same launch without speculation tells whose fault it is")
+            if hangs(answer)
+            else ("breaks", None)
+        )
+        raise watch.failure(f"healthy, but {what} {verb}: {answer['error']}", mend)
     if answer["status"] != 200:
         raise watch.failure(f"{what} failed: HTTP {answer['status']}: {answer['body'][:200]}")
     try:

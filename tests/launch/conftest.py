@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ddtree_deploy.agent.serving.start import STANDALONE_IMPORTS
-from ddtree_deploy.agent.serving.supervisor import marked
+from ddtree_deploy.agent.serving.supervisor import members
 from ddtree_deploy.demo_sshd import free_port
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.launch.argv import Request
@@ -53,7 +53,7 @@ def end_launches(venv: Path) -> None:
     for file in venv.glob(".ddtree/servers/*/launch.json"):
         with contextlib.suppress(OSError, ValueError, KeyError):
             launch = json.loads(file.read_text())["id"]
-            for pid in marked(launch):
+            for pid in members(launch):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
 

@@ -3,7 +3,8 @@
 STAND_IN_SAY: lines it writes first. STAND_IN_EXIT: then it ends with this status. STAND_IN_HANG: the n-th completion never
 ends. STAND_IN_DEAF: it never answers /health. STAND_IN_SICK: /health_generate hangs. STAND_IN_MODE: what it says is active.
 STAND_IN_CHILD: it leaves a daemon in a session of its own. STAND_IN_STUBBORN: it ignores SIGTERM. STAND_IN_NOISE: it writes
-so many bytes. STAND_IN_DIE: it ends at the n-th completion.
+so many bytes. STAND_IN_BARE: it leaves a child
+whose environment can not be read, as setproctitle does. STAND_IN_DIE: it ends at the n-th completion.
 """
 
 import json
@@ -82,6 +83,8 @@ def main():
         sys.exit(int(SAID["exit"]))
     if "child" in SAID:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+    if "bare" in SAID:
+        subprocess.Popen([os.path.realpath(sys.executable), "-c", "import time; time.sleep(3600)"], env={})
     if "stubborn" in SAID:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ThreadingHTTPServer.allow_reuse_address = True

@@ -12,7 +12,7 @@ import re
 
 from ddtree_deploy.agent import durable, layout, procs
 from ddtree_deploy.agent.failure import Failure
-from ddtree_deploy.agent.serving.supervisor import marked
+from ddtree_deploy.agent.serving.supervisor import members
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -72,6 +72,15 @@ def read(where: str, name: str) -> Json:
     return durable.read_json(os.path.join(where, name)) or {}
 
 
+def processes_of(where: str) -> list[int]:
+    """Return the pids of the processes that belong to the launch of a server's directory."""
+    launch, state = read(where, "launch.json"), read(where, "state.json")
+    if not launch.get("id"):
+        return []
+    session = state.get("session") if state.get("launch") == launch["id"] else None
+    return members(launch["id"], session, os.path.realpath(launch["argv"][0]))
+
+
 def describe(found: layout.Layout, name: str) -> Json | None:
     """Return what is known of a server: what was launched, how it is, and the processes that are its; None when there is none.
 
@@ -86,7 +95,7 @@ def describe(found: layout.Layout, name: str) -> Json | None:
     state = state if state.get("launch") == launch["id"] else {}
     alive = supervised(where)
     phase = state.get("phase", "starting" if alive else "dead")
-    processes = [] if phase in ("failed", "stopped") and alive is False else marked(launch["id"])
+    processes = [] if phase in ("failed", "stopped") and not alive else processes_of(where)
     processes = [pid for pid in processes if pid != state.get("supervisor")]
     if not alive and phase not in ("failed", "stopped"):
         phase = "orphaned" if processes else "dead"

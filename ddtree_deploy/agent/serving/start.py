@@ -156,7 +156,8 @@ def _start(header: dict[str, Any], value: dict[str, Any] | None, found: layout.L
     tree = os.path.realpath(found.site if live is None else found.tree(live))
     account = user(str(wish.get("user") or ""))
     caches = jit(found, live)
-    # An empty directory inside the generation: as a working directory it tells `prune` that the generation is in use.
+    # An empty directory inside the generation: as a working directory it tells `prune` and `push` that the generation is in
+    # use. A venv without generations has only its site-packages for that; a first push takes it along as generation 0.
     run = os.path.join(caches, "run")
     for path in (run, *(os.path.join(caches, one) for one in CACHES.values())):
         os.makedirs(path, exist_ok=True)
@@ -171,7 +172,7 @@ def _start(header: dict[str, Any], value: dict[str, Any] | None, found: layout.L
         "generation": live,
         "tree": tree,
         "argv": [os.path.join(found.venv, "bin", "python"), *wish["tail"]],
-        "cwd": run,
+        "cwd": tree if live is None else run,
         "url": "http://%s:%d" % (ports.address(listen), port),
         "who": header.get("who", ""),
         "started": locks.utc(),

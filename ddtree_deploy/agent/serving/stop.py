@@ -11,7 +11,6 @@ from ddtree_deploy.agent import durable, layout
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.serving import gpus, place, ports
 from ddtree_deploy.agent.serving.start import note
-from ddtree_deploy.agent.serving.supervisor import marked
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def stop(session: Session, header: dict[str, Any], _value: object) -> dict[str, 
         durable.write_json(os.path.join(where, "stop.json"), {"drain": drain})
         _ask(where)
         _wait(session, where, drain + GRACE)
-    killed = _kill(launch["id"])
+    killed = _kill(where)
     if place.supervised(where):
         raise Failure("internal", "the supervisor of `%s` does not end" % name, "look at the host: %s" % where)
     wish = launch["wish"]
@@ -52,7 +51,7 @@ def stop(session: Session, header: dict[str, Any], _value: object) -> dict[str, 
         "was": described["phase"],
         "seconds": time.monotonic() - began,
         "killed": len(killed),
-        "left": marked(launch["id"]),
+        "left": place.processes_of(where),
         "port_free": ports.is_free(wish["listen"], int(wish["port"])),
         "gpus": back,
     }
@@ -95,12 +94,12 @@ def _wait(session: Session, where: str, seconds: float) -> None:
         time.sleep(0.5)
 
 
-def _kill(launch: str) -> list[int]:
+def _kill(where: str) -> list[int]:
     """Kill what is left of a launch whose supervisor is gone; return the pids."""
     killed: set[int] = set()
     end = time.monotonic() + GRACE
     while time.monotonic() < end:
-        left = marked(launch)
+        left = place.processes_of(where)
         if not left:
             break
         killed.update(left)

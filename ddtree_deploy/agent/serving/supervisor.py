@@ -40,19 +40,52 @@ def read(path: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def marked(launch: str) -> list[int]:
-    """Return the pids of all processes that carry this launch's mark in their environment (proc(5)), but not this one."""
+def members(launch: str, session: int | None = None, python: str = "") -> list[int]:
+    """Return the pids of a launch, but not this process: those with its mark in their environment, and those of its session.
+
+    SGLang's workers name themselves (setproctitle), which overwrites what /proc shows of their environment; they are known by
+    the session of the server and by its interpreter, so that a session of a reused number is not taken for it (proc(5)).
+    """
     needle = ("\0%s=%s\0" % (MARK, launch)).encode()
     found = []
     for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            try:
-                with open("/proc/%s/environ" % name, "rb") as file:
-                    if needle in b"\0" + file.read() + b"\0":
-                        found.append(int(name))
-            except OSError:
-                continue
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            with open("/proc/%s/environ" % name, "rb") as file:
+                ours = needle in b"\0" + file.read() + b"\0"
+            if not ours and session:
+                ours = int(stat(name)[3]) == session and os.readlink("/proc/%s/exe" % name) == python
+        except (OSError, ValueError, IndexError):
+            continue
+        if ours:
+            found.append(int(name))
     return sorted(found)
+
+
+def stat(pid: str) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third on: state, parent, group, session, ..."""
+    with open("/proc/%s/stat" % pid, encoding="utf-8", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()
+
+
+def offspring(root: int) -> list[int]:
+    """Return every living descendant of a process; what lost its parent is a child of its subreaper (prctl(2))."""
+    parents = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                fields = stat(name)
+                if fields[0] != "Z":
+                    parents[int(name)] = int(fields[1])
+            except (OSError, ValueError, IndexError):
+                continue
+    found, grew = {root}, True
+    while grew:
+        more = {pid for pid, parent in parents.items() if parent in found} - found
+        found |= more
+        grew = bool(more)
+    return sorted(found - {root})
 
 
 class Supervisor:
@@ -67,24 +100,38 @@ class Supervisor:
         self.child: subprocess.Popen[bytes] | None = None
         self.wakeup = -1
         self.healthy = False
-        self.asked = 0.0  # when to stop waiting for a drain, once a stop was asked for
-        self.stopping = False
+        self.stopping = False  # set by a signal; the main loop does the rest
+        self.deadline = 0.0  # of the drain, once it began
+        self.lock = threading.RLock()  # the health thread tells, too
         self.began = 0.0
         self.seen_size = -1
 
     # what others read
 
     def tell(self, phase: str = "", **fields: Any) -> None:
-        if phase and phase != self.state["phase"]:
-            fields.setdefault("since", time.time())
-        self.state.update(fields, **({"phase": phase} if phase else {}))
-        temporary = os.path.join(self.directory, ".state.json")
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                json.dump(self.state, file)
-            os.rename(temporary, os.path.join(self.directory, "state.json"))
-        except OSError:
-            pass  # a full disk must not end a server that runs
+        with self.lock:
+            if phase and phase != self.state["phase"]:
+                fields.setdefault("since", time.time())
+            self.state.update(fields, **({"phase": phase} if phase else {}))
+            temporary = os.path.join(self.directory, ".state.json")
+            try:
+                with open(temporary, "w", encoding="utf-8") as file:
+                    json.dump(self.state, file)
+                os.rename(temporary, os.path.join(self.directory, "state.json"))
+            except OSError:
+                pass  # a full disk must not end a server that runs
+
+    def heard(self, child: subprocess.Popen[bytes], ok: bool) -> None:
+        """Take in an answer of /health, unless the server that gave it is gone or going."""
+        with self.lock:
+            if child is not self.child or child.returncode is not None or self.stopping:
+                return
+            if ok and self.state["phase"] != "serving":
+                self.healthy = True
+                self.tell("serving")
+            elif not ok and self.state["phase"] == "serving":
+                self.say("the server does not answer /health")
+                self.tell("unresponsive")
 
     def say(self, text: str) -> None:
         line = "ddtree-deploy %s: %s\n" % (time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), text)
@@ -160,7 +207,7 @@ class Supervisor:
         self.began = time.monotonic()
         self.healthy = False
         self.say("started pid %d" % self.child.pid)
-        self.tell("starting", pid=self.child.pid)
+        self.tell("starting", pid=self.child.pid, session=self.child.pid)
         return True
 
     def look_at_health(self) -> None:
@@ -174,13 +221,7 @@ class Supervisor:
                         ok = answer.status == 200
                 except (OSError, ValueError, urllib.error.URLError):
                     pass
-                if child is self.child and child.returncode is None and not self.stopping:
-                    if ok and self.state["phase"] != "serving":
-                        self.healthy = True
-                        self.tell("serving")
-                    elif not ok and self.state["phase"] == "serving":
-                        self.say("the server does not answer /health")
-                        self.tell("unresponsive")
+                self.heard(child, ok)
             time.sleep(5.0 if ok else 1.0)
 
     def reap(self) -> bool:
@@ -204,7 +245,7 @@ class Supervisor:
             except OSError:
                 pass
         end = time.monotonic() + GONE_SECONDS
-        left = marked(self.launch["id"])
+        left = self.left()
         killed = list(left)
         while left and time.monotonic() < end:
             for pid in left:
@@ -218,10 +259,13 @@ class Supervisor:
                     pass
             except ChildProcessError:
                 pass
-            left = marked(self.launch["id"])
+            left = self.left()
         if left:
             self.say("these processes do not end: %s" % left)
         return killed, left
+
+    def left(self) -> list[int]:
+        return sorted({*members(self.launch["id"]), *offspring(os.getpid())})
 
     def died(self) -> bool:
         """Note how the server ended, clean up after it, and tell whether to start it again."""
@@ -253,9 +297,14 @@ class Supervisor:
         end = time.monotonic() + wait
         while time.monotonic() < end and not self.stopping:
             self.sleep()
-        if self.asked:
+        return True
+
+    def begin_again(self) -> bool:
+        """Start the server anew, unless a stop was asked for meanwhile."""
+        if self.stopping:
             self.tell("stopped")
-        return not self.asked
+            return False
+        return self.start()
 
     def sleep(self) -> None:
         try:
@@ -265,14 +314,30 @@ class Supervisor:
             pass
 
     def stop(self, _number: int, _frame: object) -> None:
-        if not self.stopping:
-            drain = read(os.path.join(self.directory, "stop.json")).get("drain", self.launch["drain"])
-            self.stopping = True
-            self.asked = time.monotonic() + float(drain)
-            self.say("asked to stop; draining for at most %g s" % float(drain))
-            if self.child is not None and self.child.returncode is None:
-                self.tell("stopping")
-                self.child.send_signal(signal.SIGTERM if float(drain) > 0 else signal.SIGKILL)
+        self.stopping = True
+
+    def drain(self) -> None:
+        """Pass the wish to stop on to the server, once; when it has not ended by the deadline, kill its process group."""
+        assert self.child is not None
+        number: int = signal.SIGTERM
+        if not self.deadline:
+            seconds = float(read(os.path.join(self.directory, "stop.json")).get("drain", self.launch["drain"]))
+            self.deadline = time.monotonic() + seconds
+            self.say("asked to stop; draining for at most %g s" % seconds)
+            self.tell("stopping")
+            if seconds > 0:
+                self.child.send_signal(signal.SIGTERM)
+                return
+            number = signal.SIGKILL
+        elif time.monotonic() > self.deadline:
+            self.say("not drained in time: killed")
+            number = signal.SIGKILL
+        if number == signal.SIGKILL:
+            self.deadline = float("inf")
+            try:
+                os.killpg(self.child.pid, signal.SIGKILL)
+            except OSError:
+                pass
 
     def run(self) -> int:
         lock = os.open(os.path.join(self.directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -295,14 +360,9 @@ class Supervisor:
             self.sleep()
             self.keep_log()
             if self.reap():
-                again = self.died() and self.start()
-            elif self.stopping and time.monotonic() > self.asked and self.child is not None:
-                self.say("not drained in time: killed")
-                self.asked = float("inf")
-                try:
-                    os.killpg(self.child.pid, signal.SIGKILL)
-                except OSError:
-                    pass
+                again = self.died() and self.begin_again()
+            elif self.stopping:
+                self.drain()
         self.keep_log()
         return 0
 

@@ -10,7 +10,6 @@ import subprocess
 from ddtree_deploy.agent import elf, facts, host_facts, layout
 from ddtree_deploy.agent.serving import flags, gpus, place, ports
 from ddtree_deploy.agent.serving.start import CACHES, STANDALONE_IMPORTS, jit
-from ddtree_deploy.agent.serving.supervisor import marked
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ def orphans(found: layout.Layout) -> list[Json]:
 
 def _kept(found: layout.Layout, name: str) -> list[int]:
     where = place.directory(found, name)
-    return marked(place.read(where, "launch.json").get("id", "-")) if place.supervised(where) else []
+    return place.processes_of(where) if place.supervised(where) else []
 
 
 def _reaper() -> int:
