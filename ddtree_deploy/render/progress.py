@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ddtree_deploy.events import Progress
+from ddtree_deploy.render.table import CONTROL
 from ddtree_deploy.render.words import seconds, size
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Bars:
         known = self._tasks.get(host)
         if known and known[1] == what:
             return known[0], known[2]
-        description, now = f"{host}: {what}", time.monotonic()
+        description, now = f"{host}: {what}".translate(CONTROL), time.monotonic()
         if known:
             task = known[0]
             self._bars.update(task, description=description, completed=0, total=None, text="", item="")
@@ -111,6 +112,7 @@ class Bars:
             remaining(event.done, event.total, elapsed),
         )
         item = event.item if len(event.item) <= 40 else "…" + event.item[-39:]
+        item = item.translate(CONTROL)
         text = "  ".join(part for part in parts if part)
         self._bars.update(task, completed=event.done, total=event.total or None, text=text, item=item)
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+#: A file name of a host may hold an escape sequence (also one of the eight-bit ones, ECMA-48); the terminal must not obey it.
+CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+
+#: The same for JSON, which escapes the others by itself: there `\\x9b` would be no JSON.
+JSON_CONTROL = {code: f"\\u{code:04x}" for code in range(127, 160)}
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -41,5 +47,5 @@ def rich_table(columns: Sequence[Column], rows: Sequence[Sequence[str]], styles:
     for column in columns:
         table.add_column(column.heading, justify="right" if column.number else "left", overflow="fold")
     for row, style in zip(rows, styles, strict=True):
-        table.add_row(*(Text(cell) for cell in row), style=style)
+        table.add_row(*(Text(cell.translate(CONTROL)) for cell in row), style=style)
     return table

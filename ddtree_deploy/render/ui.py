@@ -13,14 +13,12 @@ from ddtree_deploy.errors import DeployError, UsageProblem
 from ddtree_deploy.events import Event, Progress, Step
 from ddtree_deploy.logs import DebugLog
 from ddtree_deploy.render.progress import Bars, Lines
-from ddtree_deploy.render.table import Column, plain_table, rich_table
+from ddtree_deploy.render.table import CONTROL, JSON_CONTROL, Column, plain_table, rich_table
 from ddtree_deploy.render.words import error_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-# A file name of a host may hold an escape sequence; the terminal must not obey it.
-CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), 127)}
 STYLES = {"error": "bold red", "hint": "cyan", "warning": "yellow"}
 
 
@@ -89,6 +87,9 @@ class Ui:
                 file.write(text + "\n")
                 file.flush()
 
+    def _write_json(self, value: Any, indent: int | None = None) -> None:
+        self._write(sys.stdout, json.dumps(value, indent=indent, ensure_ascii=False).translate(JSON_CONTROL))
+
     # -- data: stdout
 
     def data(self, text: str, style: str = "") -> None:
@@ -115,12 +116,12 @@ class Ui:
         if self.json:
             from ddtree_deploy.render import as_json
 
-            self._write(sys.stdout, json.dumps(as_json.document(kind, value), indent=2, ensure_ascii=False))
+            self._write_json(as_json.document(kind, value), indent=2)
 
     def json_line(self, value: Mapping[str, Any]) -> None:
         """Print one JSON line; only with `--json`, and only for a command that acts."""
         if self.json and self.acts:
-            self._write(sys.stdout, json.dumps(value, ensure_ascii=False))
+            self._write_json(value)
 
     def result(self, **fields: Any) -> None:
         """Print the last JSON line of a command that did what was asked; only with `--json`."""
@@ -151,7 +152,7 @@ class Ui:
         for line in error_lines(problem, self.log.path):
             self._write(sys.stderr, line, STYLES.get(line.partition(":")[0], ""))
         if self.json:
-            self._write(sys.stdout, json.dumps(as_json.error(problem, code, self.log.path), ensure_ascii=False))
+            self._write_json(as_json.error(problem, code, self.log.path))
 
     def emit(self, event: Event) -> None:
         """Show an event of the work: a bar, a line, or a JSON line; always a line of the log."""

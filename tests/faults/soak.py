@@ -115,9 +115,12 @@ def operate(config: dict[str, str]) -> str:
 
 
 def _children(pid: int) -> list[int]:
-    with contextlib.suppress(OSError):
-        return [int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()]
-    return []
+    """Return the child processes of all threads of a process (proc(5))."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread may have ended
+            found += map(int, path.read_text().split())
+    return found
 
 
 def _disturb(what: str, process: subprocess.Popen[str], disk: Path, dice: random.Random) -> bool:
@@ -129,7 +132,9 @@ def _disturb(what: str, process: subprocess.Popen[str], disk: Path, dice: random
         time.sleep(dice.uniform(0.2, 1.5))
         filler.unlink(missing_ok=True)
     else:
-        agents = _children(process.pid)
+        while not (agents := _children(process.pid)) and process.poll() is None:
+            time.sleep(0.02)  # it has not come so far
+        time.sleep(dice.uniform(0.0, 0.5))
         for pid in agents:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGSTOP if what == "stall agent" else signal.SIGKILL)
