@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tarfile
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -92,6 +94,8 @@ class Layout:
 
 
 _AGAIN = "copy the image into the layout again"
+_LIBC = re.compile(r"(^|/)libc(\.so\.6|-2\.\d+\.so)$")
+_RELEASE = re.compile(rb"GNU C Library [^\n]* release version (\d+\.\d+)")
 
 
 def copy_blob(source: Path, target: Path) -> None:
@@ -108,10 +112,22 @@ def copy_blob(source: Path, target: Path) -> None:
         raise IntegrityFailure(f"blob `{source.name[:12]}` of the base is not what its digest says", mend=_AGAIN)
 
 
-def names_in(blob: Path, media_type: str) -> set[str]:
-    """Return the paths that a layer of a base brings; a layer that can not be read brings none that we know."""
-    found: set[str] = set()
-    with suppress(tarfile.TarError, OSError, EOFError), blob.open("rb") as file:
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What layers of a base bring: their paths, and the version of glibc (empty where none was found)."""
+
+    names: frozenset[str] = frozenset()
+    glibc: str = ""
+
+    def __or__(self, above: Brought) -> Brought:
+        return Brought(self.names | above.names, above.glibc or self.glibc)
+
+
+def brought(blob: Path, media_type: str) -> Brought:
+    """Look into a layer of a base; one that can not be read brings nothing that we know."""
+    names: set[str] = set()
+    glibc = ""
+    with suppress(tarfile.TarError, OSError, EOFError, KeyError), blob.open("rb") as file:
         stream: IO[bytes] = file
         if media_type.endswith("zstd"):
             import zstandard
@@ -119,5 +135,14 @@ def names_in(blob: Path, media_type: str) -> set[str]:
             stream = cast("IO[bytes]", zstandard.ZstdDecompressor().stream_reader(file))
         with tarfile.open(fileobj=stream, mode="r|*") as archive:
             for member in archive:
-                found.add(member.name.removeprefix("./"))
-    return found
+                names.add(member.name.removeprefix("./"))
+                # The library tells its own version; before 2.34 its file name did, too.
+                if (
+                    _LIBC.search(member.name)
+                    and member.isreg()
+                    and member.size < _LARGEST_DOCUMENT
+                    and (held := archive.extractfile(member))
+                ):
+                    found = _RELEASE.search(held.read())
+                    glibc = found[1].decode() if found else glibc
+    return Brought(frozenset(names), glibc)

@@ -18,7 +18,7 @@ from ddtree_deploy.events import Emit, Note, Progress, Step, ignore
 from ddtree_deploy.export import image
 from ddtree_deploy.export.groups import Group, groups, interpreter
 from ddtree_deploy.export.image import Base, Layer
-from ddtree_deploy.export.layout import MARK, Layout, copy_blob, names_in
+from ddtree_deploy.export.layout import MARK, Brought, Layout, brought, copy_blob
 from ddtree_deploy.export.tar import MEDIA_TYPES, write_layer
 from ddtree_deploy.models import Manifest
 from ddtree_deploy.store import Store
@@ -91,7 +91,7 @@ def export_oci(store: Store, snapshot: str, options: ExportOptions, emit: Emit =
         there = Layout(final) if final else None
         layers = _write_layers(store, plan.groups, options, work, there, emit)
         if base.layers:
-            _take_base(_base_layout(options.base)[0], base, work, there, interpreter(manifest), emit)
+            _take_base(_base_layout(options.base)[0], base, work, there, manifest, emit)
         return _finish(plan, manifest, base, layers, options, work, there, emit)
 
 
@@ -223,19 +223,32 @@ def _holds(there: Layout | None, digest: str, size: int) -> bool:
     return False
 
 
-def _take_base(source: Layout, base: Base, work: Layout, there: Layout | None, python: str, emit: Emit) -> None:
+def _take_base(source: Layout, base: Base, work: Layout, there: Layout | None, manifest: Manifest, emit: Emit) -> None:
     """Copy the base's layers, checked, and warn of a base that this snapshot can not run on."""
     emit(Step(WHO, f"take {len(base.layers)} layers of the base"))
-    names: set[str] = set()
+    held = Brought()
     for layer in base.layers:
         digest = image.digest_of(layer)
         if not _holds(there, digest, int(layer.get("size", -1))) and not (work.blobs / digest).exists():
             copy_blob(source.blobs / digest, work.blobs / digest)
-        names |= names_in(source.blobs / digest, str(layer.get("mediaType", "")))
-    if not any(name.endswith(f"bin/{python}") for name in names):
-        emit(Note(WHO, f"the base has no `{python}`, which this snapshot is for", "warn"))
-    if any(os.path.basename(name).startswith("ld-musl-") for name in names):
-        emit(Note(WHO, "the base has musl as its C library; wheels for glibc do not load there", "warn"))
+        held |= brought(source.blobs / digest, str(layer.get("mediaType", "")))
+    for text in _doubts(held, manifest):
+        emit(Note(WHO, text, "warn"))
+
+
+def _doubts(base: Brought, manifest: Manifest) -> Iterator[str]:
+    python = interpreter(manifest)
+    if not any(name.endswith(f"bin/{python}") for name in base.names):
+        yield f"the base has no `{python}`, which this snapshot is for"
+    if any(os.path.basename(name).startswith("ld-musl-") for name in base.names):
+        yield "the base has musl as its C library; wheels for glibc do not load there"
+    source = manifest.python.libc.removeprefix("glibc ")
+    if base.glibc and source.replace(".", "").isdigit() and _version(base.glibc) < _version(source):
+        yield f"the base has glibc {base.glibc}, the snapshot comes from {source}: what was built there may not load"
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))
 
 
 def _finish(

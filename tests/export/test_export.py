@@ -232,11 +232,12 @@ def test_the_layers_of_a_base_come_first_and_its_configuration_stays(case: Case,
 
 
 def test_a_base_that_can_not_run_it_is_told(case: Case, tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", {"lib/ld-musl-x86_64.so.1": b""})
+    old = b"\0GNU C Library (GNU libc) stable release version 2.17, by Roland McGrath et al.\n\0"
+    base = make_base(tmp_path / "base", {"lib/ld-musl-x86_64.so.1": b"", "lib64/libc.so.6": old})
     notes: list[Event] = []
     export_oci(case.store, case.snapshot, case.options(tmp_path / "img", base=os.fspath(base)), notes.append)
     told = [note.text for note in notes if isinstance(note, Note)]
-    assert len(told) == 2 and "python3" in told[0] and "musl" in told[1]
+    assert len(told) == 3 and "python3" in told[0] and "musl" in told[1] and "glibc 2.17" in told[2]
 
 
 def test_a_base_that_is_damaged_or_not_there_is_refused(case: Case, tmp_path: Path) -> None:
