@@ -129,3 +129,27 @@ def test_a_bomb_is_not_inflated(monkeypatch: pytest.MonkeyPatch) -> None:
     payload = zlib.compress(json.dumps("x" * 100_000).encode())
     with pytest.raises(frames.ProtocolError, match="inflates beyond"):
         frames.unpack({"sha256": hashlib.sha256(payload).hexdigest()}, payload)
+
+
+@pytest.mark.parametrize("text", [b"NaN", b"[Infinity]", b"-Infinity", b"1e999", b"9" * 5000, b"[" * 100_000, b"\xff"])
+def test_numbers_and_nestings_beyond_reason_are_refused(text: bytes) -> None:
+    with pytest.raises(frames.ProtocolError):
+        frames.loads(text)
+
+
+def test_more_values_than_a_tree_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three bytes of JSON make a list of 64: what is bounded is what would have to be made."""
+    monkeypatch.setattr(frames, "MAX_VALUES", 100)
+    assert len(frames.loads(b"[" + b"0," * 40 + b"0]")) == 41
+    with pytest.raises(frames.ProtocolError, match="values"):
+        frames.loads(b"[" + b"[]," * 100 + b"0]")
+
+
+def test_a_byte_is_no_sign_of_life_but_a_frame_and_a_step_are() -> None:
+    pulse = frames.Pulse()
+    born = pulse.at
+    for _ in range(1000):
+        pulse.moved(1)
+    assert pulse.at == born
+    pulse.moved(frames.STEP)
+    assert pulse.at > born
