@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -12,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
+
+import zstandard
 
 from ddtree_deploy.agent import durable
 from ddtree_deploy.errors import IntegrityFailure, UsageProblem
@@ -94,6 +97,7 @@ class Layout:
 
 
 _AGAIN = "copy the image into the layout again"
+_MOST_NAMES = 1_000_000
 _LIBC = re.compile(r"(^|/)libc(\.so\.6|-2\.\d+\.so)$")
 _RELEASE = re.compile(rb"GNU C Library [^\n]* release version (\d+\.\d+)")
 
@@ -127,14 +131,13 @@ def brought(blob: Path, media_type: str) -> Brought:
     """Look into a layer of a base; one that can not be read brings nothing that we know."""
     names: set[str] = set()
     glibc = ""
-    with suppress(tarfile.TarError, OSError, EOFError, KeyError), blob.open("rb") as file:
+    unreadable = (tarfile.TarError, zstandard.ZstdError, OSError, EOFError, KeyError)
+    with suppress(*unreadable), blob.open("rb") as file:
         stream: IO[bytes] = file
         if media_type.endswith("zstd"):
-            import zstandard
-
             stream = cast("IO[bytes]", zstandard.ZstdDecompressor().stream_reader(file))
         with tarfile.open(fileobj=stream, mode="r|*") as archive:
-            for member in archive:
+            for member in itertools.islice(archive, _MOST_NAMES):
                 names.add(member.name.removeprefix("./"))
                 # The library tells its own version; before 2.34 its file name did, too.
                 if (

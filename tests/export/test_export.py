@@ -14,6 +14,7 @@ import pytest
 from ddtree_deploy.errors import IntegrityFailure, Locked, NoSpace, UsageProblem
 from ddtree_deploy.events import Event, Note, Progress
 from ddtree_deploy.export.groups import OWN_LAYER, groups, interpreter
+from ddtree_deploy.export.layout import Brought, Layout, brought
 from ddtree_deploy.export.oci import export_oci, plan_export
 from ddtree_deploy.models import PATCHED
 from ddtree_deploy.snapshot import take
@@ -173,6 +174,7 @@ def test_an_export_that_was_killed_leaves_no_image_and_the_next_one_finishes(cas
 import os, signal
 from pathlib import Path
 from ddtree_deploy.events import Progress
+from ddtree_deploy.export.layout import Brought, Layout, brought
 from ddtree_deploy.export.oci import ExportOptions, export_oci
 from ddtree_deploy.store import Store
 def emit(event):
@@ -240,6 +242,13 @@ def test_a_base_that_can_not_run_it_is_told(case: Case, tmp_path: Path) -> None:
     assert len(told) == 3 and "python3" in told[0] and "musl" in told[1] and "glibc 2.17" in told[2]
 
 
+@pytest.mark.parametrize("media", ["tar", "tar+gzip", "tar+zstd"])
+def test_a_layer_that_can_not_be_read_brings_nothing(tmp_path: Path, media: str) -> None:
+    for junk in (b"", b"\0" * 5000, b"\x28\xb5\x2f\xfd junk", b"\x1f\x8b junk", b"junk" * 1000):
+        (tmp_path / "blob").write_bytes(junk)
+        assert brought(tmp_path / "blob", f"application/vnd.oci.image.layer.v1.{media}") == Brought()
+
+
 def test_a_base_that_is_damaged_or_not_there_is_refused(case: Case, tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", {"etc/os-release": b"", f"usr/bin/{interpreter(case.store.manifest(case.snapshot))}": b""})
     for wrong, message in ((f"{base}:other", "has no image `other`"), (f"{tmp_path}/none", "not an OCI image layout")):
@@ -259,7 +268,8 @@ def test_a_base_that_is_damaged_or_not_there_is_refused(case: Case, tmp_path: Pa
 
 def test_too_little_space_is_said_before_anything_is_written(case: Case, tmp_path: Path) -> None:
     from ddtree_deploy.export.layout import Layout
-    from ddtree_deploy.export.oci import _room_for
+    from ddtree_deploy.export.layout import Brought, Layout, brought
+from ddtree_deploy.export.oci import _room_for
 
     with pytest.raises(NoSpace, match="needs"):
         _room_for(Layout(tmp_path), 1 << 60)
