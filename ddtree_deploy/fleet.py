@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -149,7 +150,6 @@ class Fleet:
                 self._turn.wait()
 
     def _one(self, index: int, work: Callable[[Host, Callable[[Plan], None]], Pushed]) -> None:
-        self._wait(index, State.LOOKING)
         begun, waited = time.monotonic(), 0.0
 
         def cleared(plan: Plan) -> None:
@@ -162,13 +162,14 @@ class Fleet:
 
         host, pushed, error, state = self.hosts[index], None, None, State.LEFT
         try:
+            self._wait(index, State.LOOKING)
+            begun = time.monotonic()
             pushed = work(host, cleared)
             state = State.CURRENT if pushed.already else State.DONE
         except Left:
             pass
         except Exception as caught:
-            bug = DeployError(f"internal error at `{host.name}`: {type(caught).__name__}: {caught}")
-            error, state = caught if isinstance(caught, DeployError) else bug, State.FAILED
+            error, state = caught if isinstance(caught, DeployError) else _bug(host, caught), State.FAILED
         end = self._ends[index]
         seconds = time.monotonic() - begun - waited
         live = pushed.generation if pushed else None if isinstance(error, RestoreUnconfirmed) else end.generation
@@ -179,6 +180,11 @@ class Fleet:
         except Exception as caught:  # who reads our output has gone: the others end their work, then this is raised
             self._broken = caught
         self._set(index, end)
+
+
+def _bug(host: Host, caught: Exception) -> DeployError:
+    trace = traceback.format_exception(caught)
+    return DeployError(f"internal error at `{host.name}`: {type(caught).__name__}: {caught}", causes=tuple(trace[-2:]))
 
 
 class ReadOnce(Store):

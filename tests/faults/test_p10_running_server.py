@@ -104,7 +104,8 @@ def test_a_server_keeps_its_modules_and_its_libraries_across_pushes_and_prunes(w
         assert running.imports("gamma.m1") == "2.0"
         world.push(fourth)
         rest(world.target)
-        assert prune_generations(world.host(), 1) == []  # 3 is live, 2 the one before, 1 in use; 0 went with the push
+        # 3 is live, 2 the one before, 1 in use; 0 went with the push, or goes now.
+        assert set(prune_generations(world.host(), 1)) <= {0}
         rest(world.target)
         assert running.imports("gamma.m2") == "2.0" and running.imports("alpha.m1") == "2.0"
         assert {row.number: row.in_use for row in generations(world.host())} == {3: (), 2: (), 1: (pid,)}

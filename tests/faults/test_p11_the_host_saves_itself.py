@@ -27,7 +27,7 @@ from tests.harness.lab import lab_missing, two_hosts
 
 pytestmark = pytest.mark.faults
 #: How often the confirmation is raced against its deadline.
-RACES = int(os.environ.get("DDTREE_CONFIRM_RACES", "24"))
+RACES = int(os.environ.get("DDTREE_CONFIRM_RACES", "16"))
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def before(op: str, act: Callable[[], Any]) -> tuple[Callable[[Event], None], li
 
 def back(world: World, tree: dict[str, str], generation: int) -> None:
     """Assert that a host is at rest and as it was before the push, and that its ledger says so."""
-    rest(world.target)
+    rest(world.target, 90)
     assert world.live() == tree and live_generation(world.target) == generation
     last = ledger(world.target)[-1]
     assert last["event"] == "reverted" and last["previous"] == generation, last
@@ -160,8 +160,8 @@ def _race(world: World, early: float) -> str:
         session.ask("choose", generation=1 - live)
         session.ask("switch", deadline=30)
         session.ask("probe-live", [], confirm_timeout=lead + 0.5)
-    deadline = durable.read_json(str(world.state / "journal"))["deadline"]  # type: ignore[index]
-    time.sleep(max(0.0, deadline - lead - early - time.time()))
+        deadline = time.monotonic() + lead + 0.5
+    time.sleep(max(0.0, deadline - lead - early - time.monotonic()))
     _done, error = outcome(lambda: confirm(host, begun["tx"], 1 - live, live, 5.0, ignore))
     said = "confirmed" if error is None else "reverted" if isinstance(error, RevertedAfterFailure) else repr(error)
     rest(world.target)
@@ -202,7 +202,7 @@ def test_v_a_way_back_that_the_disk_refuses_is_18_and_is_gone_when_it_can(world:
         assert any("Read-only file system" in cause for cause in error.causes), error.causes
         assert live_generation(world.target) == 2
     finally:
-        subprocess.run(["umount", "--lazy", str(world.state)], check=True)
+        subprocess.run(["umount", "--lazy", str(world.state)], check=False)
     back(world, old, 1)
 
 
@@ -219,7 +219,7 @@ def test_vii_the_death_of_the_agent_is_noticed_before_the_deadline(world: World)
         if warnings and not open_then:
             open_then.append(not [entry for entry in ledger(world.target) if entry["event"] == "reverted"])
 
-    _done, error = outcome(lambda: world.push(emit=emit, options=replace(BRIEF, confirm_timeout=12.0)))
+    _done, error = outcome(lambda: world.push(emit=emit, options=replace(BRIEF, confirm_timeout=10.0)))
     assert isinstance(error, RevertedAfterFailure) and error.exit_code == 17, repr(error)
     assert open_then == [True], "noticed only when the host had gone back"
     back(world, world.old, 0)
