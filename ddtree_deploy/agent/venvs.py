@@ -61,8 +61,9 @@ def inspect(venv: str) -> dict[str, Any]:
 
     Keys: `exists` (an empty directory does not, nor one whose making was cut off), `is_venv` (has pyvenv.cfg), `conda`,
     `home` and `version` (of pyvenv.cfg), `system_site`, `python` (`bin/python`, or empty), `dangling` (what its link
-    points at that is gone, or empty), `site` (relative; empty when there is not exactly one), `sites`, `lib64` (`link`, `directory`, or empty), `generation` (what the site-packages
-    link of ours points at, or None), `nested_mounts` (mount points inside), `writable`.
+    points at that is gone, or empty), `site` (relative; empty when there is not exactly one), `sites`, `lib64` (`link`,
+    `directory`, or empty), `generation` (what the site-packages link of ours points at, or None), `nested_mounts`
+    (mount points inside), `writable`.
     """
     venv = os.path.abspath(os.path.expanduser(venv))
     config = _config(venv)

@@ -164,7 +164,9 @@ TARGETS: dict[str, Target] = {
 }  # fmt: skip
 
 #: What an enemy may do to any target's input beyond the seeds (libFuzzer's dictionary, and hypothesis' alphabet).
-WORDS = (b"../", b"/", b"\0", b"\n", b"1e999", b"NaN", b"[" * 20, b"]", b"{", b'"', b",", b"\\u0000", b"\xff", b"\x7fELF", b"\x50\xed\x55\xba")
+WORDS = (
+    b"../", b"/", b"\0", b"\n", b"1e999", b"NaN", b"[" * 20, b"]", b"{", b'"', b",", b"\\u0000", b"\xff", b"\x7fELF", b"\x50\xed\x55\xba",
+)  # fmt: skip
 
 
 def seeds(name: str) -> Iterator[bytes]:
