@@ -15,7 +15,7 @@ from ddtree_deploy.errors import IntegrityFailure, Locked, NoSpace, UsageProblem
 from ddtree_deploy.events import Event, Note, Progress
 from ddtree_deploy.export.groups import OWN_LAYER, groups, interpreter
 from ddtree_deploy.export.layout import Brought, Layout, brought
-from ddtree_deploy.export.oci import export_oci, plan_export
+from ddtree_deploy.export.oci import _room_for, export_oci, plan_export
 from ddtree_deploy.models import PATCHED
 from ddtree_deploy.snapshot import take
 from ddtree_deploy.store import Store
@@ -174,7 +174,6 @@ def test_an_export_that_was_killed_leaves_no_image_and_the_next_one_finishes(cas
 import os, signal
 from pathlib import Path
 from ddtree_deploy.events import Progress
-from ddtree_deploy.export.layout import Brought, Layout, brought
 from ddtree_deploy.export.oci import ExportOptions, export_oci
 from ddtree_deploy.store import Store
 def emit(event):
@@ -267,10 +266,6 @@ def test_a_base_that_is_damaged_or_not_there_is_refused(case: Case, tmp_path: Pa
 
 
 def test_too_little_space_is_said_before_anything_is_written(case: Case, tmp_path: Path) -> None:
-    from ddtree_deploy.export.layout import Layout
-    from ddtree_deploy.export.layout import Brought, Layout, brought
-from ddtree_deploy.export.oci import _room_for
-
     with pytest.raises(NoSpace, match="needs"):
         _room_for(Layout(tmp_path), 1 << 60)
 

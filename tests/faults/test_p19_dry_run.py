@@ -24,6 +24,7 @@ DRY = {
     "generations prune": ["generations", "prune", "local", "--venv", "{venv}", "--keep", "1", "-n"],
     "generations release": ["generations", "release", "local", "--venv", "{venv}", "-n"],
     "cache prune": ["cache", "prune", "--keep", "1", "-n"],
+    "export": ["export", "--oci", "{none}", "-n"],
 }
 #: Commands that only look have no `-n`, and write nothing on the host either.
 LOOKS = {
