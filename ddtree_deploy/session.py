@@ -104,7 +104,7 @@ class Session:
         self._number = 0
         self._write_lock = threading.Lock()
         self._pulse = frames.Pulse()
-        self._open = 0  # the request that may be answered
+        self._open = [0]  # the request that may be answered; one for all copies of a session
         self._sending = False
         self._moved = time.monotonic()  # when a write got further
         self._closed = threading.Event()
@@ -188,10 +188,10 @@ class Session:
                     self._deliver(header, b"")
                 else:
                     # One answer to each request: whatever else comes would only fill the memory.
-                    if header["re"] != self._open:
+                    if header["re"] != self._open[0]:
                         raise frames.ProtocolError("an answer that nobody asked for")
                     payload = reader.take()
-                    self._open = 0
+                    self._open[0] = 0
                     self._deliver(header, payload)
                 self._pulse.beat()
         except Exception as error:  # whoever waits for an answer must hear of it
@@ -272,7 +272,7 @@ class Session:
         number = self._number
         extra, payload = frames.pack(value) if value is not None else ({}, b"")
         self.emit(Note(self.host.name, f"ask {op} {without_secrets(fields)}", "debug"))
-        self._open = number
+        self._open[0] = number
         last, deadline = None, time.monotonic() + patience
         self._send(frames.encode({"op": op, "id": number, **fields, **extra}, len(payload)) + payload)
         while True:
