@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import gc
 import importlib
 import os
 import queue
@@ -20,8 +19,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
+    from ddtree_deploy.agent.push import Push
     from ddtree_deploy.agent.walk import Entry
-    from ddtree_deploy.agent.writes import Push
 
     Requests = queue.SimpleQueue[tuple[dict[str, Any], bytes] | None]
 
@@ -209,9 +208,9 @@ def serve(fd_in: int, fd_out: int, read_only: bool = False, zip_fd: int = -1, le
     requests.put(None)
     worker.join(timeout=15)
     if session.push is not None:
-        from ddtree_deploy.agent import writes
+        from ddtree_deploy.agent.push import close
 
-        writes.close(session)
+        close(session)
     return status
 
 

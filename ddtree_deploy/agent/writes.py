@@ -7,63 +7,19 @@ the next try, the partial tree goes, and a switch that was made is the guardian'
 from __future__ import annotations
 
 import os
-import time
 
-from ddtree_deploy.agent import durable, facts, guardian, landing, layout, locks, prove, stage, switch, tidy, venvs, walk, zstd
+from ddtree_deploy.agent import facts, landing, layout, live, locks, prove, stage, switch, tidy, venvs, walk, zstd
 from ddtree_deploy.agent.failure import Failure
-from ddtree_deploy.agent.reads import venv_python
+from ddtree_deploy.agent.push import Push, close, imports, need, opened
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from typing import Any, TypeVar
+    from typing import Any
 
     from ddtree_deploy.agent.main import Session
     from ddtree_deploy.agent.reads import Handler
     from ddtree_deploy.agent.walk import Entry
-
-    T = TypeVar("T")
-
-
-#: In our directory, and not a push's to remove: what was launched from the venv may run.
-LAUNCHED = ("servers", "jit")
-
-
-class Push:
-    """What a connection holds between `begin` and its end."""
-
-    def __init__(self, found: layout.Layout, lock_fd: int, tidy_fd: int, who: dict[str, Any]) -> None:
-        self.found = found
-        self.fds = [lock_fd, tidy_fd]
-        self.lock_fd = lock_fd
-        self.who = who
-        self.tx = os.urandom(8).hex()
-        self.python = venv_python(found.venv)
-        self.number: int | None = None
-        self.journal: dict[str, Any] = {}
-        self.info: dict[str, Any] = {}
-        self.wanted: list[stage.Wanted] = []
-        self.sources: stage.Sources | None = None
-        self.landing: landing.Landing | None = None
-        self.index: layout.Index | None = None
-        self.used: set[str] = set()
-        self.switched = False
-        self.keep_incoming = True
-        self.keep_generations = 3
-        self.fresh_incoming = not os.path.isdir(found.incoming)
-
-
-def _open(session: Session) -> Push:
-    if session.push is None:
-        raise Failure("internal", "this request needs a push that has begun")
-    return session.push
-
-
-def _need(value: T | None) -> T:
-    """Return what an earlier request of this push has left; raise Failure when requests come out of their order."""
-    if value is None:
-        raise Failure("internal", "the requests of this push came out of their order")
-    return value
 
 
 def create(_session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
@@ -100,7 +56,7 @@ def begin(session: Session, header: dict[str, Any], _value: object) -> dict[str,
 
 def stage_request(session: Session, header: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
     """Check the wanted tree, compare the host with the plan's base, and answer which content is missing."""
-    push = _open(session)
+    push = opened(session)
     push.info = value["info"]
     live = push.found.live()
     root = push.found.site if live is None else push.found.tree(live)
@@ -149,8 +105,8 @@ def _still_the_base(session: Session, root: str, fingerprint: str) -> list[Entry
 
 def received(session: Session, _header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Say what arrived: objects, bytes, and the digests whose bytes were something else."""
-    push = _open(session)
-    arrived = _need(push.landing)
+    push = opened(session)
+    arrived = need(push.landing)
     if arrived.error is not None:
         raise arrived.error
     bad, arrived.bad = arrived.bad, []
@@ -159,8 +115,8 @@ def received(session: Session, _header: dict[str, Any], _value: object) -> dict[
 
 def build(session: Session, _header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Build the new generation's tree from what is here."""
-    push = _open(session)
-    number, sources = _need(push.number), _need(push.sources)
+    push = opened(session)
+    number, sources = need(push.number), need(push.sources)
     root = push.found.tree(number)
     os.makedirs(push.found.directory(number))
     push.index, push.used = stage.build(session, push.found, root, push.wanted, sources)
@@ -177,11 +133,11 @@ def _is_new(sources: stage.Sources, path: str, row: layout.Row) -> bool:
 
 def prove_staged(session: Session, header: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
     """Prove the staged tree: hashes of everything (`value.hash`), syntax of `value.sources`, import of `value.modules`."""
-    push = _open(session)
-    root = push.found.tree(_need(push.number))
+    push = opened(session)
+    root = push.found.tree(need(push.number))
     out: dict[str, Any] = {"hashed": 0, "vouched": 0, "bad": [], "compiled": 0, "syntax_errors": [], "imports": []}
     if value.get("hash"):
-        index = _need(push.index)
+        index = need(push.index)
         expected = [[path, row[0], row[1], row[2], row[3]] for path, row in sorted(index.rows.items())]
         stamps = {path: ((row[4], row[5], row[2], row[6], row[7]), row[3]) for path, row in index.rows.items()}
         entries = walk.walk(root)
@@ -189,12 +145,12 @@ def prove_staged(session: Session, header: dict[str, Any], value: dict[str, Any]
         if not out["bad"]:
             stage.stamp(index, entries)
         else:
-            sources = _need(push.sources)
+            sources = need(push.sources)
             _refuse_moved(sources, sources.by_path)
     if value.get("sources"):
         out["compiled"], out["syntax_errors"] = prove.syntax(session, push.python, root, value["sources"])
     if value.get("modules"):
-        out["imports"] = _imports(session, push, root, header, value["modules"])
+        out["imports"] = imports(session, push, root, header, value["modules"])
     return {"_big": out}
 
 
@@ -210,208 +166,23 @@ def _refuse_moved(sources: stage.Sources, paths: Iterable[str]) -> None:
             raise Failure("stale-plan", "`%s` changed since the plan was made" % path)
 
 
-def _imports(session: Session, push: Push, root: str, header: dict[str, Any], modules: list[str]) -> list[dict[str, Any]]:
-    live = push.found.live()
-    live_root = push.found.site if live is None else push.found.tree(live)
-    return prove.imports(
-        session, push.python, root, live_root, push.found.venv, modules, header.get("user", ""), header.get("env", {}),
-        float(header.get("timeout", 120)), header.get("jobs"),
-    )
-
-
 def commit(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Make the proved tree a generation (not yet the live one)."""
-    push = _open(session)
+    push = opened(session)
     push.journal = switch.write_journal(push.found, push.journal, state="proved")
-    number, index = _need(push.number), _need(push.index)
+    number, index = need(push.number), need(push.index)
     info = {**push.info, **header.get("proved", {}), "number": number, "created": locks.utc(), "tx": push.tx, "who": push.who["who"]}
     stage.consume(push.found, push.found.tree(number), index, push.used)
     stage.publish(push.found, number, index, info)
     return {"generation": number}
 
 
-def choose(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
-    """Aim a rollback at an existing generation (`generation`, or the one before the live one)."""
-    push = _open(session)
-    found = push.found
-    numbers = found.numbers()
-    live = found.live()
-    if live is None:
-        raise Failure("usage", "`%s` has no generations yet" % found.venv, mend="push to it first")
-    wanted = header.get("generation")
-    if wanted is None:
-        wanted = found.previous_of(live)
-    if wanted not in numbers:
-        raise Failure("usage", "there is no generation %s to go back to" % ("before %d" % live if wanted is None else wanted),
-                      mend="generations here: %s" % ", ".join(str(n) for n in numbers))
-    push.number = wanted
-    snapshot = (found.info(wanted) or {}).get("snapshot", "")
-    push.journal = switch.write_journal(found, push.journal, state="proved", generation=wanted, snapshot=snapshot)
-    return {"generation": wanted, "previous": live}
-
-
-def switch_request(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
-    """Start the guardian, then make the generation live. From here on the host goes back by itself unless it is confirmed."""
-    push = _open(session)
-    found = push.found
-    number, seconds = _need(push.number), float(header["deadline"])
-    push.journal = switch.write_journal(
-        found, push.journal, state="switched", generation=number, previous=found.live() or 0, deadline=time.time() + seconds
-    )
-    push.switched = True
-    try:
-        guardian.start(found, push.tx, push.lock_fd, session.zip_fd, push.keep_generations)
-        if found.live() is None:
-            _adopt(push, bool(header.get("accept_gap")))
-        switch.flip(found, number, push.python)
-    except (OSError, Failure) as error:
-        if _taken_back(push, "the switch failed: %s" % error):
-            raise
-        raise _half_way(error) from None
-    return {"generation": number, "previous": push.journal["previous"], "tx": push.tx}
-
-
-def _adopt(push: Push, accept_gap: bool) -> None:
-    found = push.found
-    entries = walk.walk(found.site)
-    rows: dict[str, layout.Row] = {}
-    known = _need(push.sources).by_path
-    for entry in entries:
-        digest = entry[8] if entry[1] == "l" else known[entry[0]][0] if entry[0] in known else ""
-        rows[entry[0]] = (entry[1], entry[2], entry[3], digest, entry[4], entry[5], entry[6], entry[7])
-    info = {"number": 0, "created": locks.utc(), "as_found": True, "snapshot": "", "result": "",
-            "files": len(rows), "bytes": sum(row[2] for row in rows.values())}
-    os.makedirs(found.directory(0), exist_ok=True)
-    layout.Index(rows).save(os.path.join(found.directory(0), "index"))
-    switch.adopt(found, accept_gap, info)
-
-
-def probe_live(session: Session, header: dict[str, Any], value: list[str] | None) -> dict[str, Any]:
-    """Prove the live tree again after the switch, and give the confirmation its deadline."""
-    push = _open(session)
-    imports = _imports(session, push, push.found.tree(_need(push.number)), header, value) if value else []
-    try:
-        push.journal = switch.write_journal(
-            push.found, push.journal, state="probed", deadline=time.time() + float(header["confirm_timeout"])
-        )
-    except OSError as error:
-        if _taken_back(push, "the journal could not be written: %s" % error):
-            raise Failure("reverted", "went back to generation %d: %s" % (push.journal["previous"], error)) from None
-        raise _half_way(error) from None
-    return {"_big": imports}
-
-
-def _taken_back(push: Push, reason: str) -> bool:
-    """Undo a switch that failed in the middle; tell whether the host is as it was."""
-    try:
-        return _revert(push, reason) == "reverted" and push.found.live() != push.number
-    except OSError:
-        return False
-
-
-def _half_way(error: Exception) -> Failure:
-    return Failure("restore-unconfirmed", "the switch failed half-way, and is taken back as soon as the disk allows it: %s" % error)
-
-
-def revert(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
-    """Decide that the switch is not kept, and wait until the host's ledger says so."""
-    push = _open(session)
-    return {"outcome": _revert(push, str(header.get("reason", ""))), "live": push.found.live()}
-
-
-def _revert(push: Push, reason: str) -> str | None:
-    switch.decide(push.found, push.tx, "reverted", reason)
-    deadline = time.monotonic() + 15
-    while time.monotonic() < deadline and switch.outcome(push.found, push.tx) is None:
-        time.sleep(0.02)
-    if switch.outcome(push.found, push.tx) is None:
-        switch.settle(push.found, push.python)
-    return switch.outcome(push.found, push.tx)
-
-
-def confirm(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
-    """Confirm a switch from a fresh connection, and answer what the ledger says."""
-    found = layout.locate(header["venv"])
-    done = switch.confirm(found, str(header["tx"]), venv_python(found.venv), float(header.get("wait", 20)), session.aborted)
-    return {"outcome": done, "live": found.live()}
-
-
-def prune(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
-    """Remove generations that may go; needs the lock, which `begin` took."""
-    push = _open(session)
-    live = push.found.live()
-    gone = tidy.prune(push.found, int(header["keep"]), live)
-    return {"removed": gone, "in_use": {str(number): pids for number, pids in tidy.in_use(push.found).items()}}
-
-
-def release(session: Session, _header: dict[str, Any], _value: object) -> dict[str, Any]:
-    """Turn the venv back into an ordinary one that holds the live generation; the other generations go."""
-    push = _open(session)
-    found = push.found
-    live = found.live()
-    if live is None:
-        raise Failure("usage", "`%s` is an ordinary venv already" % found.venv)
-    push.journal = switch.write_journal(found, push.journal, state="releasing")
-    durable.exchange(found.site, found.tree(live))
-    durable.sync_directory(os.path.dirname(found.site))
-    switch.log(found, event="released", generation=live, who=push.who["who"])
-    session.push = None
-    _unlock(push)
-    layout.remove(found.generations)
-    _clear(found, LAUNCHED)
-    return {"generation": live}
-
-
 def abort(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """End the push without a switch: the partial tree goes, and with `everything` also what was received."""
-    push = _open(session)
+    push = opened(session)
     push.keep_incoming = push.keep_incoming and not header.get("everything")
     close(session)
     return {}
-
-
-def close(session: Session) -> None:
-    """Leave the host as a push that ends here must leave it; called at the end of every connection."""
-    push, session.push = session.push, None
-    if push is None:
-        return
-    try:
-        if not push.switched:
-            if push.number is not None and push.index is not None:
-                push.found.disown(push.number)
-            stage.discard(push.found, everything=not push.keep_incoming)
-            layout.remove(push.found.journal)
-        elif push.found.live() == push.number or push.index is None:
-            stage.discard(push.found, everything=True)
-        if push.switched and push.journal["state"] == "switched" and switch.outcome(push.found, push.tx) is None:
-            # Who asked for the switch went before the live tree was proved, and will not confirm it: the deadline is not waited for.
-            switch.decide(push.found, push.tx, "reverted", "the connection ended before the live tree was proved")
-        _tidy_away(push)
-    finally:
-        _unlock(push)
-
-
-def _clear(found: layout.Layout, kept: Iterable[str]) -> None:
-    """Remove our directory of a venv, but for these names."""
-    for name in os.listdir(found.state):
-        if name not in kept:
-            layout.remove(os.path.join(found.state, name))
-    if not os.listdir(found.state):
-        os.rmdir(found.state)
-
-
-def _tidy_away(push: Push) -> None:
-    if push.fresh_incoming and not push.keep_incoming:
-        layout.remove(push.found.incoming)
-    if not push.switched and push.found.live() is None and not push.found.numbers() and not os.path.isdir(push.found.incoming):
-        # A first push that came to nothing leaves an ordinary venv, as it was found.
-        _clear(push.found, ("ledger.jsonl", *LAUNCHED))
-
-
-def _unlock(push: Push) -> None:
-    for fd in push.fds:
-        os.close(fd)
-    push.fds = []
 
 
 HANDLERS: dict[str, Handler] = {
@@ -422,12 +193,6 @@ HANDLERS: dict[str, Handler] = {
     "build": build,
     "prove": prove_staged,
     "commit": commit,
-    "choose": choose,
-    "switch": switch_request,
-    "probe-live": probe_live,
-    "revert": revert,
-    "confirm": confirm,
-    "prune": prune,
-    "release": release,
     "abort": abort,
+    **live.HANDLERS,
 }
