@@ -229,7 +229,6 @@ def main(zip_fd: int = -1) -> NoReturn:
     os.dup2(2, 1)
     os.close(null)
     os.umask(0o022)
-    gc.disable()  # a walk is a hundred thousand tuples that live as long as we do; nothing here makes cycles worth finding
     take_parts(parts)
     frames.write_all(fd_out, frames.encode({"hello": reads.hello()}))
     sys.exit(serve(fd_in, fd_out, read_only, zip_fd))
