@@ -14,7 +14,7 @@ from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.launch.argv import Request
 from ddtree_deploy.launch.lifecycle import Options, Prepared, begin, looked, open_session, parse, prepare, refuse, stop
 from ddtree_deploy.launch.models import OVER, Ready, Server
-from ddtree_deploy.launch.readiness import Watch, ending, wait
+from ddtree_deploy.launch.readiness import KEPT_LINES, Watch, ending, wait
 
 #: Beside the HTTP port, so that two servers on one host do not meet there.
 RENDEZVOUS_STEP = 500
@@ -63,19 +63,15 @@ def _prove(started: Sequence[tuple[Prepared, Server]], options: Options, emit: E
         others = [stack.enter_context(open_session(one.host, writable=False, emit=emit)) for one, _server in started[:-1]]
         session = stack.enter_context(open_session(first.host, writable=True, emit=emit))
 
-        class All(Watch):
-            """The first rank's watch, which also sees the others die."""
+        def others_live() -> None:
+            for other, (one, known) in zip(others, started[:-1], strict=True):
+                (now,) = looked(other, known.record.name)
+                if now.phase in OVER:
+                    value = other.ask("serve-log", venv=one.host.venv, name=known.record.name, offset=0).value
+                    dead = Watch(other, now, parse, 0.0, emit, lines=value["text"].splitlines()[-KEPT_LINES:])
+                    raise dead.failure(f"rank {one.request.rank} ended: {ending(now.last)}")
 
-            def poll(self, wait: float = 2.0) -> None:
-                for other, (one, known) in zip(others, started[:-1], strict=True):
-                    (now,) = looked(other, known.record.name)
-                    if now.phase in OVER:
-                        value = other.ask("serve-log", venv=one.host.venv, name=known.record.name, offset=0).value
-                        watch = Watch(other, now, parse, self.deadline, emit, lines=value["text"].splitlines()[-400:])
-                        raise watch.failure(f"rank {one.request.rank} ended: {ending(now.last)}")
-                super().poll(wait)
-
-        watch = All(session, server, parse, time.monotonic() + options.wait, emit)
+        watch = Watch(session, server, parse, time.monotonic() + options.wait, emit, first=others_live)
         note: dict[str, Any] = {"venv": first.host.venv, "name": server.record.name, "launch": server.launch}
         try:
             ready = wait(watch, server.record.algorithm, options.completions)

@@ -27,7 +27,7 @@ PROMPTS = ("The capital of France is", "1, 2, 3, 4,", "def main(", "Once upon a 
 
 @dataclass(slots=True)
 class Watch:
-    """What is known of a server while it is waited for."""
+    """What is known of a server while it is waited for; `first` is called before each look, and may raise."""
 
     session: Session
     server: Server
@@ -37,6 +37,7 @@ class Watch:
     offset: int = 0
     phase: phases.Phase = field(default_factory=phases.Phase)
     lines: list[str] = field(default_factory=list)
+    first: Callable[[], None] = lambda: None
 
     @property
     def host(self) -> str:
@@ -47,6 +48,7 @@ class Watch:
 
     def poll(self, wait: float = POLL) -> None:
         """Take in what the log says anew, tell the phase, and raise ServerNotReady when the server is gone."""
+        self.first()
         asked: dict[str, Any] = {"venv": self.session.host.venv, "name": self.server.record.name, "offset": self.offset}
         value = self.session.ask("serve-log", wait=wait, phase=self.server.phase, **asked).value
         self.offset = value["offset"]

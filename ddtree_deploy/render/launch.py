@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ddtree_deploy.agent.procs import is_secret, redact, scrub
 from ddtree_deploy.render import as_json
 from ddtree_deploy.render.plan_views import check_lines
 from ddtree_deploy.render.words import plural, seconds, size
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 def command_line(argv: Sequence[str], env: Mapping[str, str]) -> str:
     """Return a command line that a shell takes as it is: the variables in front, secrets replaced."""
-    from ddtree_deploy.agent.procs import is_secret, redact, scrub
-
     variables = [f"{name}={shlex.quote('***' if is_secret(name, value) else scrub(value))}" for name, value in sorted(env.items())]
     return " ".join([*variables, shlex.join(redact(list(argv)))])
 
@@ -34,10 +33,10 @@ def prepared(ui: Ui, found: Prepared, notes: Sequence[str] = (), *, only: bool =
         ui.say(f"{found.host.name}: {note}")
     for text, style in check_lines(found.checks, 1 if ui.verbose else 0):
         ui.say(f"{found.host.name}: {text}", style)
-    ui.json_line(
-        {"type": "plan", "host": found.host.name, "argv": as_json.plain(found.argv) if not only else shlex.split(line), "command": line,
-         "generation": found.generation, "checks": as_json.plain(found.checks), "notes": list(notes)}
-    )  # fmt: skip
+    ui.json_line({
+        "type": "plan", "host": found.host.name, "argv": redact(list(found.argv)), "command": line, "generation": found.generation,
+        "checks": as_json.plain(found.checks), "notes": list(notes),
+    })  # fmt: skip
     if only:
         ui.data(line)
     else:

@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 
-from ddtree_deploy.agent import durable, layout, locks
+from ddtree_deploy.agent import durable, layout, locks, procs
 from ddtree_deploy.agent.serving import place
 from ddtree_deploy.agent.serving.start import note
 
@@ -33,7 +33,7 @@ def look(_session: Session, header: dict[str, Any], _value: object) -> dict[str,
 
 
 def log(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
-    """Return the log of a server from `offset`: `{name, offset, text, phase, state}`; the next offset, what came, how it is now.
+    """Return the log of a server from `offset`, without what looks like a secret (SGLang writes its arguments there): `{name, offset, text, phase, state}`; the next offset, what came, how it is now.
 
     With `since` (a time) or `lines` instead of an offset it begins there. An offset beyond the end means that the log was
     rotated meanwhile: it begins anew. `wait` seconds are waited for something new to come or the phase to change from `phase`.
@@ -54,7 +54,7 @@ def log(session: Session, header: dict[str, Any], _value: object) -> dict[str, A
         if text or older or changed or time.monotonic() >= end or session.aborted():
             break
         session.wait_aborted(0.2)
-    return {"_big": {"name": name, "offset": after, "text": older + text, "server": described}}
+    return {"_big": {"name": name, "offset": after, "text": procs.scrub(older + text), "server": described}}
 
 
 def _read(path: str, offset: int) -> tuple[str, int]:
