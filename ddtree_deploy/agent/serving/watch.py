@@ -33,8 +33,9 @@ def look(_session: Session, header: dict[str, Any], _value: object) -> dict[str,
 
 
 def log(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
-    """Return the log of a server from `offset`, without what looks like a secret (SGLang writes its arguments there): `{name, offset, text, phase, state}`; the next offset, what came, how it is now.
+    """Return the log of a server from `offset`: `{name, offset, text, server}`; the next offset, what came, how it is now.
 
+    What looks like a secret is hidden: SGLang writes its arguments there.
     With `since` (a time) or `lines` instead of an offset it begins there. An offset beyond the end means that the log was
     rotated meanwhile: it begins anew. `wait` seconds are waited for something new to come or the phase to change from `phase`.
     """
