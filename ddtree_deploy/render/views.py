@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddtree_deploy.models import PATCHED, UNOWNED
-from ddtree_deploy.overlay import carried
 from ddtree_deploy.render import as_json
 from ddtree_deploy.render.launch import server_lines
 from ddtree_deploy.render.plan_views import use_lines
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
 
 def taken(ui: Ui, taken: Taken) -> None:
     """Tell what a snapshot found; its identity goes to stdout, alone."""
+    from ddtree_deploy.overlay import carried  # here: most commands do not need it
+
     manifest, ref = taken.manifest, taken.ref
     origins = Counter(entry.origin for entry in manifest.files)
     ui.say(
@@ -107,6 +108,8 @@ def _when(stamp: str) -> str:
 
 def snapshot(ui: Ui, ref: SnapshotRef, manifest: Manifest, files: bool) -> None:
     """Show what a snapshot holds."""
+    from ddtree_deploy.overlay import carried  # here: most commands do not need it
+
     sglang = carried(manifest.distributions, manifest.files)
     ui.document("snapshot", {"ref": as_json.fields(ref), "manifest": as_json.manifest(manifest, files), "sglang": sglang})
     label = f" ({ref.label})" if ref.label else ""
