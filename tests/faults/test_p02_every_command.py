@@ -227,3 +227,12 @@ def test_the_store_survives_a_fault_at_any_system_call(tmp_path: Path, act: str)
         left = [path.name for path in (home / "store").rglob("*") if path.name.startswith((".tmp-", "in-"))]
         assert left == [], injection
     report(f"P2 {'cache prune' if act == 'prune' else act}, system calls of the controller", tried=len(chosen), **results)
+
+
+def test_create_on_top_of_another_venv_takes_what_that_has(tmp_path: Path) -> None:
+    """Two venvs are looked at through one connection: each answer belongs to the request that is open."""
+    world = make_world(tmp_path / "world", data=5000)
+    made = tmp_path / "made"
+    world.push(host=local(made), options=replace(QUICK, create=True, base=str(world.target)))
+    rest(made)
+    assert contents(site(made)) == world.new
