@@ -11,7 +11,7 @@ from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.launch.lifecycle import reach
 from tests.fixtures.venvs import Dist, make_venv, site
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TORCH = """
 def ones(size, device): return Values(size)

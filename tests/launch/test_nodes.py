@@ -17,7 +17,7 @@ from tests.fixtures.venvs import make_venv
 from tests.harness.lab import Lab, lab_missing, two_hosts
 from tests.launch.conftest import stand_in, told
 
-pytestmark = [pytest.mark.slow, pytest.mark.ssh, pytest.mark.skipif(bool(lab_missing()), reason=lab_missing())]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.ssh, pytest.mark.skipif(bool(lab_missing()), reason=lab_missing())]
 
 SMI = '#!/bin/sh\nfor i in 0 1; do echo "$i, NVIDIA H200, 9.0, 80000, 79000"; done\n'
 REQUEST = Request(model="/srv/m", algorithm="none", gpus=2, rendezvous="10.77.0.1:30500", extra=("--mode", "none"))

@@ -28,7 +28,8 @@ from tests.cli.conftest import run
 from tests.fixtures.venvs import make_venv
 from tests.launch.conftest import stand_in, told, until
 
-pytestmark = pytest.mark.slow  # processes that live and die: a minute in all
+# Processes that live and die: a minute in all on an idle machine, several on a busy one.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 QUICK = Options(wait=120, completions=3, drain=20)
 

@@ -14,7 +14,7 @@ from ddtree_deploy.demo_sshd import free_port
 from tests.launch import systemd
 from tests.launch.conftest import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(systemd.missing()), reason=systemd.missing())]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(bool(systemd.missing()), reason=systemd.missing())]
 
 
 def test_a_server_lives_in_a_unit_that_survives_its_supervisor(venv: Path, tmp_path: Path) -> None:
