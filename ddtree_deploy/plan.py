@@ -79,19 +79,18 @@ def make(
 
 
 def chosen(distributions: Sequence[Distribution], names: Collection[str]) -> frozenset[str]:
-    """Return the distributions that `names` mean, by distribution or import-package name, `*` at the end allowed.
+    """Return the distributions that `names` mean: by distribution name, else by import package; `*` at the end allowed.
 
     Raises UsageProblem naming near ones when one means nothing.
     """
     found: set[str] = set()
     for name in names:
         key = canonicalize_name(name.rstrip("*"))
-        matches = {
+        exact = {d.name for d in distributions if canonicalize_name(d.name) == key and not name.endswith("*")}
+        matches = exact or {
             d.name
             for d in distributions
-            if canonicalize_name(d.name) == key
-            or name in d.packages
-            or (name.endswith("*") and canonicalize_name(d.name).startswith(key))
+            if name in d.packages or (name.endswith("*") and canonicalize_name(d.name).startswith(key))
         }
         if not matches:
             near = difflib.get_close_matches(key, [canonicalize_name(d.name) for d in distributions], n=3, cutoff=0.4)

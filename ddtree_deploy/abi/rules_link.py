@@ -71,7 +71,11 @@ def _evidence(case: Case, check: str, kind: str, misses: list[Miss], level: str)
             text += f", and so {'do' if len(misses) > 2 else 'does'} {len(misses) - 1} more of its files"
     provider = case.provider(first)
     if provider is None:
-        text += f"; nothing on {case.target.name} provides it"
+        there = next((path for path, item in case.result.tree.objects.items() if first.item in (item.soname, item.name)), None)
+        text += (
+            f"; `{there}` is in the tree, but the loader does not come by there" if kind == LIBRARY and there is not None
+            else f"; nothing on {case.target.name} provides it"
+        )  # fmt: skip
     else:
         site, item = provider
         text += f"; {_provided(case, site, item.path, kind)}"

@@ -66,4 +66,5 @@ def test_doctor_knows_a_merged_tree_for_what_it_is(tmp_path: Path) -> None:
     first = ran.out.index("fail  K8 ")
     assert re.search(r"a merged tree, CUDA 13 over CUDA 12: torch 2.11.0\+cu130 was laid over [^;]*torch 2.9.1", ran.out[first:])
     assert "torch's preloader finds it before its own" in ran.out
+    assert "needs `libnvrtc.so.13`; `nvidia/cu13/lib/libnvrtc.so.13` is in the tree, but the loader does not come by there" in ran.out
     assert "the metadata says torch 2.9.1, the code in `torch` says 2.11.0+cu130" in ran.out
