@@ -34,7 +34,7 @@ from tests.fixtures.world import QUICK, World, local, make_world
 
 pytestmark = pytest.mark.faults
 
-MOST = int(os.environ.get("DDTREE_LIES", "80"))
+MOST = int(os.environ.get("DDTREE_LIES", "60"))
 HOST = Host("liar", venv="/srv/liar")
 #: No confirmation is waited for: what a liar says of it is looked at once.
 HASTY = replace(QUICK, confirm_timeout=0.0, verify=True)
