@@ -45,14 +45,14 @@ result = [sum(len(item.undefined) for item in site.tree.objects.values()), len(k
 """
 ARCHS = """
 import os
-from ddtree_deploy.agent import elf, fatbin
+from ddtree_deploy.agent import fatbin, image
 result = 0
 for top, _, names in os.walk({tree!r}):
     for name in names:
         path = os.path.join(top, name)
         if ".so" in name and os.path.getsize(path) > 1 << 20:
             with open(path, "rb") as file:
-                archs, _problems = fatbin.architectures(elf.Image(file.fileno(), os.path.getsize(path)))
+                archs, _problems = fatbin.architectures(image.Image(file.fileno(), os.path.getsize(path)))
                 result += bool(archs)
 """
 OURS = """

@@ -12,16 +12,7 @@ import struct
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Protocol
-
-    class Image(Protocol):
-        """What is needed of `elf.Image`: checked reads, and sections as {name: (offset, size)}."""
-
-        fd: int
-        size: int
-        sections: dict[bytes, tuple[int, int]]
-
-        def at(self, offset: int, length: int) -> bytes: ...
+    from ddtree_deploy.agent.image import Image
 
 
 MAGIC = b"\x50\xed\x55\xba"

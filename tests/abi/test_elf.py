@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ddtree_deploy.agent import elf, fatbin
+from ddtree_deploy.agent.image import Image
 from tests.abi.fatbins import container, entry, shared_object, shared_objects
 from tests.abi.lab import GCC, Env
 
@@ -232,7 +233,7 @@ def test_any_bytes_in_a_gpu_section_give_an_answer(tmp_path_factory: pytest.Temp
     path.write_bytes(content)
     found: set[str] = set()
     with path.open("rb") as file:
-        image = object.__new__(elf.Image)
+        image = object.__new__(Image)
         image.fd, image.size = file.fileno(), len(content)
         fatbin.walk(image, 0, len(content), found)
     assert all(fatbin.order(arch) for arch in found)
