@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ddtree_deploy.errors import ServerNotReady
@@ -133,7 +133,7 @@ def wait(watch: Watch, algorithm: str, completions: int) -> Ready:
     if not active:
         watch.emit(Note(watch.host, "the server does not say which algorithm is active", "warn"))
     watch.poll(0.0)
-    return Ready(replace(watch.server), active, time.monotonic() - began, completions, slowest, detail(info))
+    return Ready(watch.server, active, time.monotonic() - began, completions, slowest, detail(info))
 
 
 def _complete(watch: Watch, model: str, number: int) -> float:

@@ -59,17 +59,6 @@ def seen() -> list[Gpu]:
     return rows
 
 
-def users() -> list[dict[str, Any]]:
-    """Return `[{pid, bytes}]` of the processes that hold GPU memory, as nvidia-smi numbers them (in a container: the host's)."""
-    argv = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [[part.strip() for part in line.split(",")] for line in done.stdout.decode("utf-8", "replace").splitlines()]
-    return [{"pid": int(row[0]), "bytes": int(row[1]) << 20} for row in rows if len(row) == 2 and row[0].isdigit() and row[1].isdigit()]
-
-
 def back(before: list[Gpu], slack: int, seconds: float) -> list[Gpu]:
     """Wait until each GPU has as much free memory as `before` (less `slack`); return `[{index, free, before, back}]`."""
     end = time.monotonic() + seconds
