@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree_deploy.agent import layout, switch
+from ddtree_deploy.agent import durable, layout, switch
 from ddtree_deploy.errors import RestoreUnconfirmed, RevertedAfterFailure
 from tests.faults.harness import ledger, litter, live_generation, outcome, rest
 from tests.faults.test_p11_the_host_saves_itself import before
@@ -38,8 +38,8 @@ def test_an_answer_is_not_enough_when_the_host_has_gone_back(world: World) -> No
 
     def gone_back() -> None:
         found = layout.locate(os.fspath(world.target))
-        tx = next(entry["tx"] for entry in [_journal(world)])
-        assert switch.decide(found, tx, "reverted", "a test decided so") == "reverted"
+        journal = durable.read_json(found.journal)
+        assert journal is not None and switch.decide(found, journal["tx"], "reverted", "a test decided so") == "reverted"
 
     emit, _warnings = before("confirm", gone_back)
     done, error = outcome(lambda: world.push(emit=emit))
@@ -71,14 +71,6 @@ def test_a_ledger_that_does_not_say_is_18(world: World) -> None:
     last = ledger(world.target)[-1]
     assert (last["event"], live_generation(world.target)) == ("confirmed", 1)  # it had been decided: looking at the host tells
     assert world.push().already
-
-
-def _journal(world: World) -> dict[str, str]:
-    from ddtree_deploy.agent import durable
-
-    found = durable.read_json(str(world.state / "journal"))
-    assert found is not None
-    return found
 
 
 def _argv(entry: Path) -> bytes:
