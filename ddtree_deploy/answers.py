@@ -134,7 +134,7 @@ def _scan(header: Any) -> bool:
 
 
 _LOOK = fields(
-    {"generation": maybe(count), "info": maybe(_INFO), "unfinished": text, "lock": maybe(mapping)},
+    {"generation": maybe(count), "info": maybe(_INFO), "unfinished": text, "lock": maybe(mapping), "launched": truth},
     venv=text, managed=truth, inspect=fields({"generation": maybe(number)}, exists=truth),
 )  # fmt: skip
 _LOOKED = fields(generations=each(row(count, _INFO)), partials=each(text), ledger=_LEDGER)

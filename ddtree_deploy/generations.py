@@ -5,7 +5,7 @@ from __future__ import annotations
 import getpass
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddtree_deploy.confirmation import confirm
@@ -53,9 +53,7 @@ def _number(path: str, live: int | None) -> int | None:
 
 def status(host: Host, emit: Emit = ignore) -> Status:
     """Return what is live on a host, what was changed by hand since it went live, and the servers that were launched from it."""
-    from ddtree_deploy.launch.lifecycle import looked, open_session
-
-    with open_session(host, writable=False, emit=emit) as session:
+    with Session(host, writable=False, emit=emit) as session:
         seen = _look(session)
         fields = seen.fields
         if not fields["inspect"].get("exists"):
@@ -63,7 +61,7 @@ def status(host: Host, emit: Emit = ignore) -> Status:
         live = fields["generation"]
         drift = session.ask("drift", venv=host.venv).value
         info = fields.get("info") or {}
-        return Status(
+        found = Status(
             host=host.name,
             venv=fields["venv"],
             managed=live is not None,
@@ -77,9 +75,15 @@ def status(host: Host, emit: Emit = ignore) -> Status:
             lock=fields["lock"],
             uses=_uses(session, live),
             packages=tuple((name, version) for name, version in info.get("packages", [])),
-            servers=looked(session),
             overlay=info.get("overlay", ""),
         )
+    if not fields["launched"]:
+        return found
+    # A connection of its own: what knows servers is only sent where something was launched.
+    from ddtree_deploy.launch.lifecycle import looked, open_session
+
+    with open_session(host, writable=False, emit=emit) as session:
+        return replace(found, servers=looked(session))
 
 
 def _since(ledger: list[Mapping[str, Any]], live: int | None) -> str:

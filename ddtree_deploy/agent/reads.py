@@ -152,7 +152,7 @@ def look(_session: Session, header: dict[str, Any], _value: object) -> dict[str,
     return {
         "venv": venv, "inspect": seen, "managed": os.path.isdir(found.state), "generation": live,
         "info": None if live is None else found.info(live), "unfinished": locks.journal_state(found),
-        "lock": locks.holder(found),
+        "lock": locks.holder(found), "launched": os.path.isdir(os.path.join(found.state, "servers")),
         "_big": {
             "generations": [[number, found.info(number)] for number in found.numbers()],
             "partials": [os.path.basename(path) for path in found.partials()],
