@@ -46,7 +46,8 @@ def test_of_several_hosts_the_first_proves_for_the_rest(project: Path, source: P
     good = run("push", "a", "b", "-q", cwd=project)
     assert (good.code, good.out) == (0, "1\n1\n"), good.err
     (site(source) / "kernel/__init__.py").write_text("raise RuntimeError('no driver here')\n")
-    run("snapshot", "-q", "local", "--venv", str(source), "--no-probe")
+    broken = run("snapshot", "-q", "local", "--venv", str(source), "--no-probe")
+    assert broken.code == 0, broken.err
     before = contents(project / "C")
     bad = run("push", "a", "b", cwd=project)
     assert bad.code == 17 and "no driver here" in bad.err and "1 of 2 hosts failed: `a`, 1 not touched" in bad.err
