@@ -1,5 +1,5 @@
 # Thin names for scripts/; nothing here does anything by itself.
-.PHONY: demo test fast lint types oracle clean
+.PHONY: demo test fast lint types oracle fuzz soak clean
 
 demo: ## the main job on this machine
 	scripts/demo
@@ -20,6 +20,12 @@ types:
 oracle: ## predict beside dlopen on real wheels (downloads and unpacks about 20 GB)
 	scripts/setup test
 	.venv/bin/python scripts/oracle.py
+
+fuzz: ## the fuzz targets, for as long as you let them
+	scripts/fuzz
+
+soak: ## several controllers, several hosts, and everything going wrong, for minutes
+	scripts/soak
 
 clean:
 	rm -rf .venv .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
