@@ -71,8 +71,8 @@ def prepare(host: Host, request: Request, emit: Emit = ignore, *, nccl: bool = F
     """
     emit(Step(host.name, "look at the host"))
     asked: dict[str, Any] = {
-        "engine": request.engine, "listen": request.listen, "ports": preflight.ports(request), "model": request.model,
-        "drafter": request.drafter, "env": dict(request.env), "binaries": request.gpus > 0,
+        "engine": request.engine, "algorithm": request.algorithm, "model": request.model, "drafter": request.drafter,
+        "listen": request.listen, "ports": preflight.ports(request), "env": dict(request.env), "binaries": request.gpus > 0,
     }  # fmt: skip
     with open_session(host, writable=False, emit=emit) as session:
         facts = session.ask("serve-survey", venv=host.venv, **asked).value

@@ -216,8 +216,12 @@ def _algorithm(facts: Facts, request: Request, _command: Command) -> list[Check]
         return []
     if facts["overlay"]:
         return [Check("overlay", "ok", "the DDTree overlay is in the tree")]
-    if facts["plugin"] and facts["sglang"].startswith("0.5.12"):
-        return [Check("overlay", "ok", "the DDTree plugin is in the tree")]
+    plugin = facts["plugin"]
+    if plugin and plugin["registered"]:
+        return [Check("overlay", "ok", f"the DDTree plugin registers with sglang {facts['sglang']}")]
+    if plugin:
+        text = f"the DDTree plugin is in the tree, but does not register: {plugin['detail']}"
+        return [Check("overlay", "block", text, tuple(plugin["lines"]), "push the overlay again, or use `--algorithm dflash`")]
     text = f"sglang {facts['sglang']} on the host does not know DDTREE"
     return [Check("overlay", "block", text, (), "push the overlay, or use `--algorithm dflash`")]
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ddtree_deploy.errors import ServerNotReady
 from ddtree_deploy.events import Emit, Note, Progress, Step
 from ddtree_deploy.launch import phases, signatures
+from ddtree_deploy.launch.argv import pairs
 from ddtree_deploy.launch.models import OVER, Ready, Server
 from ddtree_deploy.session import Session
+from sglang_overlay.confirm import confirm
 
 KEPT_LINES = 400
+LOG_PIECES = 256
 SHOWN_LINES = 12
 POLL = 2.0
 VERDICT_SECONDS = 10.0
@@ -127,13 +130,40 @@ def wait(watch: Watch, algorithm: str, completions: int) -> Ready:
         slowest = max(slowest, _complete(watch, model, number))
     watch.emit(Progress(watch.host, "completions", completions, completions, "completions"))
     info = _info(watch)
+    more = _confirmed(watch, info) if algorithm == "ddtree" else {}
     active = active_algorithm(info)
     if active and algorithm and active != algorithm:
         raise watch.failure(f"the server runs `{active}`, not `{algorithm}`", "look for a fallback in `ddtree-deploy logs`")
     if not active:
         watch.emit(Note(watch.host, "the server does not say which algorithm is active", "warn"))
     watch.poll(0.0)
-    return Ready(watch.server, active, time.monotonic() - began, completions, slowest, detail(info))
+    return Ready(watch.server, active, time.monotonic() - began, completions, slowest, {**detail(info), **more})
+
+
+def _confirmed(watch: Watch, info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the budgets that SGLang captured for DDTREE. Raises ServerNotReady when it decodes with something else.
+
+    A router in front does not say what its replicas do, and a log without INFO has not the line of the self-test.
+    """
+    argv = watch.server.record.argv
+    levels = [value for name, value, _words in pairs(argv) if name == "--log-level"]
+    if "sglang.launch_server" not in argv or any(level not in ("debug", "info") for level in levels):
+        return {}
+    found = confirm(info, _whole_log(watch))
+    if not found.active:
+        raise watch.failure(f"it does not decode with DDTREE: {found.detail}", found.mend.replace("HOST", watch.host))
+    return {"budget": ", ".join(map(str, found.budgets))}
+
+
+def _whole_log(watch: Watch) -> Iterator[str]:
+    """Yield the lines of this launch's log from its first; `watch` keeps only the last ones."""
+    offset = 0
+    for _ in range(LOG_PIECES):
+        value = watch.session.ask("serve-log", venv=watch.session.host.venv, name=watch.server.record.name, offset=offset).value
+        if not value["text"]:
+            return
+        offset = value["offset"]
+        yield from value["text"].replace("\r", "\n").splitlines()
 
 
 def _complete(watch: Watch, model: str, number: int) -> float:

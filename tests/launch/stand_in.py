@@ -4,7 +4,8 @@ STAND_IN_SAY: lines it writes first. STAND_IN_EXIT: then it ends with this statu
 ends. STAND_IN_DEAF: it never answers /health. STAND_IN_SICK: /health_generate hangs. STAND_IN_MODE: what it says is active.
 STAND_IN_CHILD: it leaves a daemon in a session of its own. STAND_IN_STUBBORN: it ignores SIGTERM. STAND_IN_NOISE: it writes
 so many bytes. STAND_IN_BARE: it leaves a child
-whose environment can not be read, as setproctitle does. STAND_IN_DIE: it ends at the n-th completion.
+whose environment can not be read, as setproctitle does. STAND_IN_DIE: it ends at the n-th completion. As SGLang it says that
+its self-test passed, unless STAND_IN_SAY; STAND_IN_ALGORITHM: what it says was resolved.
 """
 
 import json
@@ -46,7 +47,10 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/models":
             self.answer({"data": [{"id": "stand-in"}]})
         elif self.path == "/server_info":
-            self.answer({"mode": SAID.get("mode", value_of("--mode", "ddtree")), "budget": 24, "env": dict(os.environ), "path": sys.path,
+            active = {"mode": SAID.get("mode", value_of("--mode", "ddtree"))}
+            if "sglang" in __file__:
+                active = {"speculative_algorithm": SAID.get("algorithm", value_of("--speculative-algorithm", None))}
+            self.answer({**active, "budget": 24, "env": dict(os.environ), "path": sys.path,
                          "argv": sys.argv, "cwd": os.getcwd(), "file": __file__})  # fmt: skip
         else:
             self.answer({"error": "no such route"}, 404)
@@ -72,7 +76,8 @@ def main():
 
     if VERSION == "bad":
         sys.exit("ImportError: libcudart.so.13: cannot open shared object file: No such file or directory")
-    for line in SAID.get("say", "").splitlines():
+    passed = f"DDTREE ready: budgets [{value_of('--speculative-ddtree-budget', '31')}], self-test passed" if "sglang" in __file__ else ""
+    for line in SAID.get("say", passed).splitlines():
         print(line, flush=True)
     if "noise" in SAID:
         line = "n" * 99 + "\n"

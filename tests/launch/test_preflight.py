@@ -24,7 +24,7 @@ def facts(**changed: Any) -> dict[str, Any]:
     """Return the facts of a host on which REQUEST would run, but for what is changed."""
     return {
         "python": {"version": "3.12.3"}, "venv": "/v", "tree": "/v/t", "generation": 3,
-        "gpus": [{"index": index, **H200} for index in range(2)], "sglang": "0.5.11", "flags": FLAGS, "overlay": True, "plugin": False,
+        "gpus": [{"index": index, **H200} for index in range(2)], "sglang": "0.5.11", "flags": FLAGS, "overlay": True, "plugin": None,
         "router": False, "ddtree": False, "missing": [], "archs": {"sgl_kernel/sm90/common_ops.so": ["sm_90a"]},
         "model": {"name": "/m", "path": "/m", "config": TARGET, "hub": False},
         "drafter": {"name": "/d", "path": "/d", "config": DRAFTER, "hub": False},

@@ -311,6 +311,7 @@ def test_sglang_by_its_module_with_gpus_that_nvidia_smi_shows(
     assert prepared.blocks == () and "--tp-size" in prepared.argv and prepared.argv[-2:] == ("--speculative-ddtree-budget", "31")
     ready = prove(host, begin(prepared, QUICK), QUICK)
     assert ready.server.record.argv[1:3] == ("-m", "sglang.launch_server")
+    assert (ready.algorithm, ready.detail["budget"]) == ("ddtree", "31")
     unknown = prepare(host, replace(wanted, port=request_.port + 1, extra=("--no-such-flag",)))
     assert any(check.id == "flags" and "--no-such-flag" in check.evidence[0] for check in unknown.blocks)
     free.write_text("10000")

@@ -8,7 +8,7 @@ import os
 import subprocess
 
 from ddtree_deploy.agent import elf, facts, host_facts, layout
-from ddtree_deploy.agent.serving import flags, gpus, place, ports
+from ddtree_deploy.agent.serving import flags, gpus, place, plugin, ports
 from ddtree_deploy.agent.serving.start import CACHES, STANDALONE_IMPORTS, jit
 
 TYPE_CHECKING = False
@@ -32,13 +32,15 @@ def survey(_session: Session, header: Json, _value: object) -> Json:
     tree = os.path.realpath(found.site if live is None else found.tree(live))
     caches = jit(found, live)
     env = header.get("env") or {}
+    overlay = os.path.isfile(os.path.join(tree, "sglang/srt/speculative/ddtree_utils.py"))
+    plugged = not overlay and os.path.isdir(os.path.join(tree, "sglang_overlay"))
+    wanted = header.get("engine") == "sglang" and header.get("algorithm") == "ddtree"
     return {
         "_big": {
             "python": facts.python_facts(os.path.join(found.venv, "bin", "python")),
             "venv": found.venv, "tree": tree, "generation": live, "gpus": gpus.seen(), "uid": os.getuid(),
             "sglang": flags.version(tree), "flags": flags.known(tree) if header.get("engine") == "sglang" else [],
-            "overlay": os.path.isfile(os.path.join(tree, "sglang/srt/speculative/ddtree_utils.py")),
-            "plugin": os.path.isdir(os.path.join(tree, "sglang_overlay")),
+            "overlay": overlay, "plugin": plugin.registration(found.venv, tree, env) if plugged and wanted else None,
             "router": os.path.isdir(os.path.join(tree, "sglang_router")),
             "ddtree": os.path.isfile(os.path.join(tree, "ddtree/server/__main__.py")),
             "missing": _missing(tree, found.venv) if header.get("engine") == "standalone" else [],
