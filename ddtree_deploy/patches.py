@@ -80,13 +80,18 @@ def of_wheel(wheel: Path) -> Read:
 
 
 def parse_record(raw: bytes) -> dict[str, str]:
-    """Return sha256 (hex) by path of what a RECORD vouches for (PEP 627), bytecode and metadata left out."""
-    rows = csv.reader(raw.decode("utf-8", "surrogateescape").splitlines())
+    """Return sha256 (hex) by path of what a RECORD vouches for (PEP 627), bytecode and metadata left out.
+
+    Raises UsageProblem when it is not one.
+    """
     out = {}
-    for path, digest, *_size in (row for row in rows if len(row) >= 2):
-        algorithm, _, value = digest.partition("=")
-        if algorithm == "sha256" and _counts(path):
-            out[path] = base64.urlsafe_b64decode(value + "=" * (-len(value) % 4)).hex()
+    try:
+        for path, digest, *_size in (row for row in csv.reader(raw.decode("utf-8", "surrogateescape").splitlines()) if len(row) >= 2):
+            algorithm, _, value = digest.partition("=")
+            if algorithm == "sha256" and _counts(path):
+                out[path] = base64.urlsafe_b64decode(value + "=" * (-len(value) % 4)).hex()
+    except (csv.Error, ValueError) as problem:
+        raise UsageProblem(f"a RECORD is damaged: {problem}", mend="give a wheel as its publisher made it") from None
     return out
 
 

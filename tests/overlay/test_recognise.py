@@ -155,3 +155,9 @@ def test_the_commands_that_need_no_sglang() -> None:
     nothing = run("overlay", "check")
     assert nothing.code == 2 and "the store has no snapshots" in nothing.err
     assert run("overlay", "build", "--wheel", "/nowhere/sglang-0.5.11-py3-none-any.whl").code == 2
+
+
+@pytest.mark.parametrize("raw", [b"a.py,sha256=x,1\n", b'"' + b"a" * 200_000 + b",sha256=AAAA,1", b"a.py,sha256=\xff\xff,\n"])
+def test_a_damaged_record_is_said_to_be_one(raw: bytes) -> None:
+    with pytest.raises(UsageProblem, match="a RECORD is damaged"):
+        parse_record(raw)
