@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from ddtree_deploy.commands import export, host_state, launch, machine, overlay, place, push, snapshots, verify
+from ddtree_deploy.commands import bench, export, host_state, launch, machine, overlay, place, push, snapshots, verify
 
 
 def _version(wanted: bool) -> None:
@@ -45,7 +45,7 @@ def build() -> typer.Typer:
         epilog="Exit codes: docs/exit-codes.md",
     )
     app.callback()(_root)
-    for family in (snapshots, export, push, place, verify, overlay, launch, host_state, machine):
+    for family in (snapshots, export, push, place, verify, overlay, launch, bench, host_state, machine):
         family.register(app)
     return app
 

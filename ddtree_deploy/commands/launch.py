@@ -161,7 +161,7 @@ def launch(
         "gpus": gpus, "model": model, "drafter": drafter, "algorithm": algorithm, "budget": budget, "engine": engine, "port": port,
         "listen": listen, "tp": tp, "dp": dp, "router": router or None, "rendezvous": rendezvous or None,
     }  # fmt: skip
-    request, manifest, notes = _request(load().profiles, profile, like, hosts[0].venv, said, _variables(env), words)
+    request, manifest, notes = request_of(load().profiles, profile, like, hosts[0].venv, said, variables(env), words)
     options = lifecycle.Options(wait, completions, 30.0 if drain is None else drain, restart_policy, keep, not no_nccl, detach)
     if len(hosts) > 1 and rollback_on_failure:
         raise UsageProblem("`--rollback-on-failure` knows one host", mend="roll each node back with `ddtree-deploy rollback`")
@@ -200,7 +200,7 @@ def launch(
         raise go_back(hosts[0], str(ranks[0].request.port), problem, options, ui.emit) from problem
 
 
-def _variables(given: list[str] | None) -> dict[str, str]:
+def variables(given: list[str] | None) -> dict[str, str]:
     from ddtree_deploy.errors import UsageProblem
 
     out = {}
@@ -212,7 +212,7 @@ def _variables(given: list[str] | None) -> dict[str, str]:
     return out
 
 
-def _request(
+def request_of(
     profiles: Mapping[str, Mapping[str, Any]],
     profile: str,
     like: str,

@@ -137,7 +137,7 @@ def request(session: Session, header: dict[str, Any], value: Any) -> dict[str, A
     name = place.only(found, str(header.get("name") or ""))
     launch = place.read(place.directory(found, name), "launch.json")
     headers = {"Content-Type": "application/json"}
-    key = _key(launch)
+    key = key_of(launch)
     if key:
         headers["Authorization"] = "Bearer " + key
     data = None if value is None else json.dumps(value).encode()
@@ -171,7 +171,7 @@ def request(session: Session, header: dict[str, Any], value: Any) -> dict[str, A
     return {"_big": {**answer, "seconds": time.monotonic() - began, "phase": (place.describe(found, name) or {}).get("phase", "")}}
 
 
-def _key(launch: dict[str, Any]) -> str:
+def key_of(launch: dict[str, Any]) -> str:
     """Return the key that the server wants from its clients, or an empty string."""
     argv = list(launch.get("argv") or [])
     for index, word in enumerate(argv):
@@ -194,7 +194,8 @@ def proved(_session: Session, header: dict[str, Any], value: dict[str, Any]) -> 
     where = place.directory(found, str(header["name"]))
     launch = place.read(where, "launch.json")
     if launch.get("id") == header["launch"]:
-        durable.write_json(os.path.join(where, "proved.json"), {"launch": launch["id"], "time": locks.utc(), **value})
+        with place.turn(found):
+            durable.write_json(os.path.join(where, "proved.json"), {"launch": launch["id"], "time": locks.utc(), **value})
         event = "serving" if value.get("ok") else "launch-failed"
         note(found, event, launch.get("generation"), str(header["name"]), launch, **{k: v for k, v in value.items() if k != "ok"})
     return {}
