@@ -265,7 +265,10 @@ class Proofs:
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """How a push ended, as the host's ledger has it. `already` means that there was nothing to do."""
+    """How a push ended, as the host's ledger has it. `already` means that there was nothing to do.
+
+    `sent_bytes` left this machine; `fed_bytes` came from the hosts `fed_by` (`--relay`).
+    """
 
     host: str
     generation: int
@@ -280,6 +283,8 @@ class Pushed:
     already: bool = False
     proofs: tuple[Proofs, ...] = ()
     in_use: tuple[Use, ...] = ()
+    fed_by: tuple[str, ...] = ()
+    fed_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from ddtree_deploy.survey import Survey, inventory, survey
 if TYPE_CHECKING:
     from ddtree_deploy.abi import Allowance
     from ddtree_deploy.overlay import Overlay
+    from ddtree_deploy.relay import Fed, Relay
 
 # The heart (`oracle`, `plan`, `overlay`) is imported where it is used: by then `ssh` is connecting, and a push of what is already
 # there needs none of it.
@@ -84,17 +85,20 @@ def push(
     approve: Callable[[Plan], bool],
     about_to_switch: Callable[[], None] = lambda: None,
     emit: Emit = ignore,
+    relay: Relay | None = None,
 ) -> Pushed:
     """Push a snapshot to a host and return what the host's ledger says.
 
-    `approve(plan)` is asked once, before anything is written; `about_to_switch()` is called when the staged tree is proved.
+    `approve(plan)` is asked once, before anything is written; `about_to_switch()` is called when the staged tree is proved;
+    `relay` knows the hosts that may feed this one.
     Raises Incompatible, NoSpace, Locked, StalePlan, ProofFailed with the live generation untouched; RevertedAfterFailure when the
     old one was restored; RestoreUnconfirmed when that is not known.
     """
     clock = _Clock()
     if not store.ref(snapshot_id).complete:
         _loaded(store, snapshot_id)  # known to lack something: unless that came back, the host is not even contacted
-    with store.lock("push", shared=True), Session(host, writable=True, emit=emit) as session:
+    parts = ("relay",) if relay else ()
+    with store.lock("push", shared=True), Session(host, writable=True, emit=emit, parts=parts) as session:
         if options.create and not _there(session):
             _create(session, _loaded(store, snapshot_id))
         with clock("look"):
@@ -105,7 +109,7 @@ def push(
         if plan.empty and plan.base_generation is not None and not seen.fields["unfinished"]:
             return _already(host, snapshot_id, seen.fields, clock)
         _approved(plan, approve)
-        work = _Push(host, store, session, plan, options, clock, emit)
+        work = _Push(host, store, session, plan, options, clock, emit, relay)
         if work.begin():
             # An earlier run was brought to its end, which moved stamps, and may have moved the live link: look again.
             seen = survey(session, store)
@@ -136,6 +140,8 @@ def push(
         verified=options.verify,
         proofs=tuple(work.proofs),
         in_use=uses,
+        fed_by=work.fed.by if work.fed else (),
+        fed_bytes=work.fed.bytes if work.fed else 0,
     )
 
 
@@ -290,6 +296,8 @@ class _Push:
     options: PushOptions
     clock: _Clock
     emit: Emit
+    relay: Relay | None = None
+    fed: Fed | None = None
     tx: str = ""
     sent: Sent = field(default_factory=Sent)
     proofs: list[Proofs] = field(default_factory=list)
@@ -348,6 +356,9 @@ class _Push:
             reply = self.ask("stage", value, base=plan.base)
             need = [(digest, size) for digest, size in reply.value]
         with self.clock("send"):
+            if self.relay is not None:
+                self.fed = self.relay.feed(self.session, need)
+                need = list(self.fed.left)
             self.sent = send(self.session, self.store, need, unpacks=bool(reply.fields["zstd"]), name=self._name)
         with self.clock("stage"):
             self.step("build the new generation")

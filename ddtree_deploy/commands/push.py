@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
     ))(diff)  # fmt: skip
     command(app, "push", panel=PANEL, acts=True, examples=(
         "push ct200 --verify",
-        "push ct200 ct201 ct202 --jobs 8 --keep-going",
+        "push ct200 ct201 ct202 --jobs 8 --keep-going --relay",
         "push ct200 --snapshot known-good --only sglang --only sglang-kernel -n",
         "push ct200 --overlay -y",
         "push local --venv /tmp/copy --create --base /root/venv -y",
@@ -134,6 +134,10 @@ def push(
     ] = False,
     jobs: Annotated[int, typer.Option("--jobs", metavar="N", min=1, help="Hosts at a time, after the first.")] = 4,
     keep_going: Annotated[bool, typer.Option("--keep-going", help="Go on with other hosts after a failure.")] = False,
+    relay: Annotated[
+        bool,
+        typer.Option("--relay", help="Finished hosts feed the others, by the ssh keys and known_hosts that you have there."),
+    ] = False,
     dry_run: flags.DryRun = False,
     yes: flags.Yes = False,
 ) -> int:
@@ -179,7 +183,7 @@ def push(
         ui.result(dry_run=True)
         return 0
     if len(hosts) > 1:
-        return pushing.push_fleet(ui, hosts, store, identity, options, jobs, keep_going, yes, files, restart)
+        return pushing.push_fleet(ui, hosts, store, identity, options, jobs, keep_going, yes, files, restart, relay)
     approve = pushing.approval(ui, yes, files, restart)
     pushed = pushing.push_one(hosts[0], store, identity, options, approve, ui.emit, restart)
     views.pushed(ui, pushed)

@@ -12,18 +12,26 @@ if TYPE_CHECKING:
     from ddtree_deploy.events import Emit, Event
     from ddtree_deploy.hosts.base import Host
     from ddtree_deploy.models import Plan, Pushed
+    from ddtree_deploy.relay import Relay
     from ddtree_deploy.store import Store
     from ddtree_deploy.transfer import PushOptions
 
 
 def push_one(
-    where: Host, store: Store, identity: str, options: PushOptions, approve: Callable[[Plan], bool], emit: Emit, restart: bool
+    where: Host,
+    store: Store,
+    identity: str,
+    options: PushOptions,
+    approve: Callable[[Plan], bool],
+    emit: Emit,
+    restart: bool,
+    relay: Relay | None = None,
 ) -> Pushed:
     """Push to one host, and restart its servers around the switch if that was asked for."""
     from ddtree_deploy.transfer import push
 
     def work(about_to_switch: Callable[[], None]) -> Pushed:
-        return push(where, store, identity, options, approve=approve, about_to_switch=about_to_switch, emit=emit)
+        return push(where, store, identity, options, approve=approve, about_to_switch=about_to_switch, emit=emit, relay=relay)
 
     if not restart:
         return work(lambda: None)
@@ -71,13 +79,22 @@ def push_fleet(
     yes: bool,
     files: bool,
     restart: bool,
+    relayed: bool,
 ) -> int:
     """Push to several hosts, print the table, and raise what the run ends with."""
-    from ddtree_deploy.fleet import Fleet, ReadOnce, failure
+    from ddtree_deploy.fleet import End, Fleet, ReadOnce, failure
+    from ddtree_deploy.relay import Relay
     from ddtree_deploy.render import fleet_views
 
-    once = ReadOnce(store)
-    fleet = Fleet(hosts, jobs, keep_going, lambda end: fleet_views.ended(ui, end))
+    once, relay = ReadOnce(store), Relay() if relayed else None
+    named = {where.name: where for where in hosts}
+
+    def ended(end: End) -> None:
+        if relay is not None and end.pushed is not None:
+            relay.finished(named[end.host])
+        fleet_views.ended(ui, end)
+
+    fleet = Fleet(hosts, jobs, keep_going, ended)
     approve = approval(ui, yes, files, restart, several=True)
 
     def emit(event: Event) -> None:
@@ -91,7 +108,7 @@ def push_fleet(
             cleared(plan)
             return True
 
-        return push_one(where, once, identity, options, approved, emit, restart)
+        return push_one(where, once, identity, options, approved, emit, restart, relay)
 
     try:
         ends = fleet.run(work)

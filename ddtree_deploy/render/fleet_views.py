@@ -41,7 +41,8 @@ def why(end: End, failed: Sequence[str]) -> str:
         return ": ".join([end.error.message, *end.error.causes[:1]])
     if end.pushed is not None:
         files = "" if end.pushed.already else f", {plural(end.pushed.changed_files, 'file')} changed"
-        return f"snapshot {short(end.pushed.snapshot)}{files}"
+        fed = f", {size(end.pushed.fed_bytes)} from {' and '.join(end.pushed.fed_by)}" if end.pushed.fed_by else ""
+        return f"snapshot {short(end.pushed.snapshot)}{files}{fed}"
     if end.state is State.PUSHING:
         return f"at: {end.step}"
     if end.state is State.PLANNED and end.plan is not None:
@@ -59,6 +60,8 @@ def row(end: End, failed: Sequence[str]) -> dict[str, Any]:
         "generation": end.generation,
         "previous": end.pushed.previous if end.pushed else None,
         "sent_bytes": end.pushed.sent_bytes if end.pushed else 0,
+        "fed_bytes": end.pushed.fed_bytes if end.pushed else 0,
+        "fed_by": list(end.pushed.fed_by) if end.pushed else [],
         "seconds": round(end.seconds, 3),
         "code": end.error.exit_code if end.error else 0,
         "why": why(end, failed),

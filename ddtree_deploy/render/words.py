@@ -53,9 +53,14 @@ def push_line(pushed: Pushed) -> str:
     return (
         f"{pushed.host}: generation {pushed.generation} active (was {generation(pushed.previous)}) — "
         f"snapshot {short(pushed.snapshot)}, {plural(pushed.changed_files, 'file')} changed, "
-        f"{size(pushed.sent_bytes)} sent in {seconds(pushed.seconds)}, "
+        f"{size(pushed.sent_bytes)} sent{_fed(pushed)} in {seconds(pushed.seconds)}, "
         f"{'verified' if pushed.verified else 'not verified'}"
     )
+
+
+def _fed(pushed: Pushed) -> str:
+    names = " and ".join(f"`{name}`" for name in pushed.fed_by)
+    return f" and {size(pushed.fed_bytes)} fed by {names}" if names else ""
 
 
 def rollback_line(back: RolledBack) -> str:
