@@ -110,16 +110,18 @@ def _chart(chart: Chart, names: Sequence[str]) -> list[str]:
     out.append(f'<text x="16" y="{middle:.1f}" {turned}>{escape(chart.y_label)}</text>')
     for series in chart.series:
         number = names.index(series.name)
-        points = [(at(n), up(value)) for n, value in enumerate(series.values) if value is not None]
+        aside = 7 * (number - (len(names) - 1) / 2)  # so that bars of equal x do not cover each other
+        points = [(at(n) + aside, up(value)) for n, value in enumerate(series.values) if value is not None]
         out.append(_line(points, number))
         for n, pair in enumerate(series.spread):
             if pair is not None and pair[0] < pair[1]:
-                x = at(n)
-                out.append(f'<path d="M{x:.1f} {up(pair[0]):.1f}V{up(pair[1]):.1f}" stroke="{_colour(number)}" stroke-opacity=".5"/>')
+                x = at(n) + aside
+                look = f'stroke="{_colour(number)}" stroke-opacity=".6" stroke-width="1.5"'
+                out.append(f'<path d="M{x:.1f} {up(pair[0]):.1f}V{up(pair[1]):.1f}" {look}/>')
         for n, value in enumerate(series.values):
             if value is not None:
                 told = f"<title>{escape(series.name)}, {escape(chart.x[n])}: {value:.4g} {escape(chart.y_label)}</title>"
-                out.append(f"<g>{told}{_marker(at(n), up(value), number)}</g>")
+                out.append(f"<g>{told}{_marker(at(n) + aside, up(value), number)}</g>")
     return out
 
 
