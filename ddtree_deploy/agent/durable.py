@@ -104,10 +104,14 @@ def read_json(path: str) -> dict[str, Any] | None:
 
 
 def append_line(path: str, text: str) -> None:
-    """Append one line durably (O_APPEND, one write, fsync)."""
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """Append one line durably (O_APPEND, fsync); what a full disk cut off before it stays a line of its own."""
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        os.write(fd, text.encode() + b"\n")
+        size = os.fstat(fd).st_size
+        torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+        data = (b"\n" if torn else b"") + text.encode() + b"\n"
+        while data:
+            data = data[os.write(fd, data) :]
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -1,6 +1,6 @@
 """A controller that is killed: run an effect of the product, SIGKILL at a change to a file or at an event it tells.
 
-`python -m tests.faults.controller CONFIG` (JSON: `act`, `venv`, `home`, `snapshot`, `python`, `killer`).
+`python -m tests.faults.controller CONFIG` (JSON: `act`, `venv`, `home`, `snapshot`, `python`, `killer`; `serve`: port and env of a launch).
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from pathlib import Path
 
 from ddtree_deploy import upkeep
 from ddtree_deploy.events import Event, Progress
+from ddtree_deploy.launch import Options, lifecycle
+from ddtree_deploy.launch.argv import Request
 from ddtree_deploy.snapshot import take
 from ddtree_deploy.store import Store
 from tests.fixtures.world import BRIEF, World, local
+
+SERVE = Options(wait=120, completions=1, drain=20)
 
 
 def _emit(event: Event) -> None:
@@ -37,6 +41,13 @@ def main() -> None:
         world.rollback(host=host, emit=_emit, seconds=BRIEF.confirm_timeout)
     elif config["act"] == "snapshot":
         print(take(host, store, probe=False, label=config.get("label", ""), emit=_emit).ref.id)
+    elif config["act"] == "launch":
+        request = Request(engine="standalone", model="tiny", gpus=0, **config["serve"])
+        lifecycle.launch(lifecycle.prepare(host, request, _emit), SERVE, _emit)
+    elif config["act"] == "restart":
+        lifecycle.restart(host, options=SERVE, emit=_emit)
+    elif config["act"] == "stop":
+        lifecycle.stop(host, emit=_emit)
     elif config["act"] == "prune":
         upkeep.prune(store, 1)
     else:

@@ -33,7 +33,8 @@ def report(sweep: str, **counts: Any) -> None:
 
 
 class Killer:
-    """An interpreter for `Host.python` that kills the agent (`agent0`, `agent1`: in order of start) or the `guardian` at a step."""
+    """An interpreter for `Host.python` that kills the agent (`agent0`, `agent1`: in order of start), the `guardian`, or a
+    server's `supervisor` at a step."""
 
     def __init__(self, directory: Path, role: str, kill: dict[str, Any] | None, *, trace: bool = False, reads: bool = False) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -73,7 +74,13 @@ class Killer:
 
 
 _WRAPPER = """#!/bin/sh
-# argv: -I -S -c CODE ARGUMENT...
+# argv: -I -S -c CODE ARGUMENT... or -I -S supervisor.py DIRECTORY
+case $3 in
+*/supervisor.py)
+    exec @REAL@ -I -S -c "exec(compile(open('@KILLER@').read(), 'killer', 'exec'),
+    {'ROLE': 'supervisor', 'CONFIG': '@CONFIG@', 'WRAPPER': '@WRAPPER@'})
+import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')" "$3" "$4" ;;
+esac
 case $4 in
 *memfd_create*) role=agent ;;
 *guardian*) role=guardian ;;
@@ -103,6 +110,8 @@ def thin(items: Sequence[Any], most: int) -> list[Any]:
     """Return at most `most` items, evenly spread, the ends included (all with DDTREE_SWEEP=all)."""
     if EVERYTHING or len(items) <= most:
         return list(items)
+    if most == 1:
+        return [items[len(items) // 2]]
     return [items[round(k * (len(items) - 1) / (most - 1))] for k in range(most)]
 
 

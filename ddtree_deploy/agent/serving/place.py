@@ -6,9 +6,11 @@ the host goes through `shown`.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
+import time
 
 from ddtree_deploy.agent import durable, layout, procs
 from ddtree_deploy.agent.failure import Failure
@@ -16,6 +18,7 @@ from ddtree_deploy.agent.serving.supervisor import members
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
 
     Json = dict[str, Any]
@@ -51,6 +54,49 @@ def lock(path: str, wait: bool = False) -> int | None:
         os.close(fd)
         return None
     return fd
+
+
+@contextlib.contextmanager
+def turn(found: layout.Layout) -> Iterator[None]:
+    """Hold the right to write records of this venv's servers: who comes second waits. The kernel frees it with its holder."""
+    fd = lock(os.path.join(root(found), "start.lock"), wait=True)
+    assert fd is not None
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def claim(where: str) -> int | None:
+    """Take the supervisor's lock, so that none begins; None when one lives. Whoever looks whether one does holds it for a moment."""
+    end = time.monotonic() + 1
+    while True:
+        fd = lock(os.path.join(where, "lock"))
+        if fd is not None or time.monotonic() > end:
+            return fd
+        time.sleep(0.02)
+
+
+def clear(where: str) -> None:
+    """Remove what a killed writer left half written in a server's directory; only in one's `turn`."""
+    for name in os.listdir(where):
+        if name.startswith(".tmp-"):
+            layout.remove(os.path.join(where, name))
+
+
+def supervisors(where: str) -> list[int]:
+    """Return the pids of a server's supervisors, by their command line: a full disk may have kept them from telling."""
+    found = []
+    for name in os.listdir("/proc"):
+        try:
+            if name.isdigit():
+                with open("/proc/%s/cmdline" % name, "rb") as file:
+                    argv = file.read().split(b"\0")[:-1]
+                if argv[-2:] and argv[-2].endswith(b"/supervisor.py") and os.path.samefile(argv[-1], where):
+                    found.append(int(name))
+        except (OSError, ValueError, IndexError):
+            continue
+    return found
 
 
 def supervised(where: str) -> bool:

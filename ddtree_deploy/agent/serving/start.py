@@ -97,7 +97,7 @@ def sources(found: layout.Layout, digest: str, sent: dict[str, str]) -> str:
         return target
     if sources_digest(sent) != digest or not re.fullmatch(r"[0-9a-f]{16}", digest):
         raise Failure("integrity", "the server's sources are not what their digest says")
-    temporary = os.path.join(top, ".tmp-%d" % os.getpid())
+    temporary = os.path.join(top, ".tmp-sources")  # one at a time, in our turn: what a killed one left is ours to replace
     shutil.rmtree(temporary, ignore_errors=True)
     for name, data in sent.items():
         path = os.path.normpath(os.path.join(temporary, name))
@@ -106,6 +106,7 @@ def sources(found: layout.Layout, digest: str, sent: dict[str, str]) -> str:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "wb") as file:
             file.write(base64.b64decode(data))
+    durable.sync_file_system(temporary)
     os.rename(temporary, target)
     return target
 
@@ -128,24 +129,14 @@ def start(_session: Session, header: dict[str, Any], value: dict[str, Any] | Non
         raise Failure("busy", "a push to `%s` is not over: %s" % (found.venv, unfinished), "wait for it, or push again to finish it")
     os.makedirs(where, exist_ok=True)
     # Who starts first wins; the others wait for their turn and then see its server.
-    turn = place.lock(os.path.join(place.root(found), "start.lock"), wait=True)
-    assert turn is not None
-    try:
+    with place.turn(found):
         return _start(header, value, found, name, where)
-    finally:
-        os.close(turn)
 
 
 def _start(header: dict[str, Any], value: dict[str, Any] | None, found: layout.Layout, name: str, where: str) -> dict[str, Any]:
     before = _settled(found, name)
     if before and (before["supervised"] or before["processes"]):
-        who = (before["launch"] or {}).get("who") or "somebody"
-        raise Failure(
-            "busy",
-            "the server `%s` is there already: %s since its launch by %s at %s"
-            % (name, before["phase"], who, (before["launch"] or {}).get("started")),
-            "see `ddtree-deploy status`; `stop` it first, or take another `--port`",
-        )
+        raise _there(name, before)
     wish = value or place.read(where, "launch.json").get("wish")
     if not wish:
         raise Failure("usage", "there is no launch of `%s` to repeat" % name, "start it with `ddtree-deploy launch`")
@@ -190,14 +181,33 @@ def _start(header: dict[str, Any], value: dict[str, Any] | None, found: layout.L
     if account.pw_uid != os.getuid():
         launch.update(uid=account.pw_uid, gid=account.pw_gid, groups=os.getgrouplist(account.pw_name, account.pw_gid))
     launch["unit"] = unit_name(found, name) if systemd() else ""
-    _put_aside(where)
-    durable.write_file(os.path.join(where, "supervisor.py"), children.source_of(supervisor).encode())
-    durable.write_file(os.path.join(where, "launch.json"), durable_json(launch), 0o600)
+    # The supervisor's lock, as long as its orders are written: one whose starter was killed a moment ago may still be on its way.
+    own = place.claim(where)
+    if own is None:
+        raise _there(name, place.describe(found, name) or {})
+    try:
+        place.clear(where)
+        _put_aside(where)
+        durable.write_file(os.path.join(where, "supervisor.py"), children.source_of(supervisor).encode())
+        durable.write_file(os.path.join(where, "launch.json"), durable_json(launch), 0o600)
+        # Before it is so: whatever runs is in the ledger.
+        note(found, "launched", live, name, launch)
+    finally:
+        os.close(own)
     _begin(where, str(launch["unit"]), str(launch["id"]))
-    note(found, "launched", live, name, launch)
     described = place.describe(found, name)
     assert described is not None
     return {"_big": described}
+
+
+def _there(name: str, before: dict[str, Any]) -> Failure:
+    launch = before.get("launch") or {}
+    return Failure(
+        "busy",
+        "the server `%s` is there already: %s since its launch by %s at %s"
+        % (name, before.get("phase", "starting"), launch.get("who") or "somebody", launch.get("started")),
+        "see `ddtree-deploy status`; `stop` it first, or take another `--port`",
+    )
 
 
 def _settled(found: layout.Layout, name: str) -> dict[str, Any] | None:
@@ -289,6 +299,8 @@ def _begin(where: str, unit: str, launch: str) -> None:
         if (process is not None and process.poll() is not None) or (begun is not None and begun.returncode):
             break
         time.sleep(0.02)
+    if place.supervised(where):
+        return  # it is there, and only can not write
     with open(os.path.join(where, "supervisor.log"), encoding="utf-8", errors="replace") as file:
         said = file.read().splitlines()[-8:]
     raise Failure("internal", "the supervisor of launch %s did not start" % launch[:8], causes=said)

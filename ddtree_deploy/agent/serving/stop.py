@@ -37,13 +37,26 @@ def stop(session: Session, header: dict[str, Any], _value: object) -> dict[str, 
     launch = place.read(where, "launch.json")
     drain = float(launch.get("drain", 30) if header.get("drain") is None else header["drain"])
     began = time.monotonic()
-    if described["supervised"]:
-        durable.write_json(os.path.join(where, "stop.json"), {"drain": drain})
+    # Without a supervisor its lock is ours, so that one whose starter was killed a moment ago does not begin behind us.
+    own = None if described["supervised"] else place.claim(where)
+    if own is None:
+        with place.turn(found):
+            durable.write_json(os.path.join(where, "stop.json"), {"drain": drain})
         _ask(where)
         _wait(session, where, drain + GRACE)
-    killed = _kill(where)
-    if place.supervised(where):
-        raise Failure("internal", "the supervisor of `%s` does not end" % name, "look at the host: %s" % where)
+        own = place.claim(where)
+    try:
+        killed = _kill(where)
+        if own is None:
+            raise Failure("internal", "the supervisor of `%s` does not end" % name, "look at the host: %s" % where)
+        with place.turn(found):
+            state = place.read(where, "state.json")
+            if described["phase"] not in ("stopped", "failed") and state.get("phase") != "stopped":
+                durable.write_json(os.path.join(where, "state.json"), {**state, "launch": launch["id"], "phase": "stopped", "pid": None})
+            place.clear(where)
+    finally:
+        if own is not None:
+            os.close(own)
     wish = launch["wish"]
     back = gpus.back(launch.get("gpus") or [], SLACK, MEMORY_SECONDS)
     answer = {
@@ -56,19 +69,19 @@ def stop(session: Session, header: dict[str, Any], _value: object) -> dict[str, 
         "gpus": back,
     }
     if described["phase"] not in ("stopped", "failed"):
-        state = place.read(where, "state.json")
-        if state.get("phase") != "stopped":
-            durable.write_json(os.path.join(where, "state.json"), {**state, "launch": launch["id"], "phase": "stopped", "pid": None})
         note(found, "stopped", launch.get("generation"), name, {"who": header.get("who", "")}, seconds=round(answer["seconds"], 1))
     return {"_big": answer}
 
 
 def _ask(where: str) -> None:
-    """Send SIGTERM to the supervisor. Its pid is right as long as it holds the lock, and it writes its pid under the lock."""
-    pid = place.read(where, "state.json").get("supervisor")
-    if isinstance(pid, int) and place.supervised(where):
+    """Send SIGTERM to the supervisor."""
+    _signal(place.supervisors(where), signal.SIGTERM)
+
+
+def _signal(pids: list[int], number: int) -> None:
+    for pid in pids:
         try:
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, number)
         except ProcessLookupError:
             pass
 
@@ -85,12 +98,7 @@ def _wait(session: Session, where: str, seconds: float) -> None:
         unit = place.read(where, "launch.json").get("unit")
         if unit:
             subprocess.run(["systemctl", "kill", "--signal=SIGKILL", unit], check=False, timeout=30, stdout=subprocess.DEVNULL)
-        pid = place.read(where, "state.json").get("supervisor")
-        if isinstance(pid, int):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        _signal(place.supervisors(where), signal.SIGKILL)
         time.sleep(0.5)
 
 

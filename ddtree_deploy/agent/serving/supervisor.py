@@ -29,6 +29,7 @@ PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 MARK = "DDTREE_LAUNCH"
 TICK = 0.5
 GONE_SECONDS = 15.0
+CLAIM_SECONDS = 5.0
 
 
 def read(path: str) -> dict[str, Any]:
@@ -44,23 +45,25 @@ def members(launch: str, session: int | None = None, python: str = "") -> list[i
     """Return the pids of a launch, but not this process: those with its mark in their environment, and those of its session.
 
     SGLang's workers name themselves (setproctitle), which overwrites what /proc shows of their environment; they are known by
-    the session of the server and by its interpreter, so that a session of a reused number is not taken for it (proc(5)).
+    the session of the server and by its interpreter, so that a session of a reused number is not taken for it (proc(5)). A
+    supervisor that died before it told the session: it is the one of whatever still carries the mark.
     """
     needle = ("\0%s=%s\0" % (MARK, launch)).encode()
-    found = []
+    found, sessions, others = [], {session}, []
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) == os.getpid():
             continue
         try:
             with open("/proc/%s/environ" % name, "rb") as file:
                 ours = needle in b"\0" + file.read() + b"\0"
-            if not ours and session:
-                ours = int(stat(name)[3]) == session and os.readlink("/proc/%s/exe" % name) == python
+            if ours:
+                found.append(int(name))
+                sessions.add(int(stat(name)[3]))
+            elif python and os.readlink("/proc/%s/exe" % name) == python:
+                others.append((int(name), int(stat(name)[3])))
         except (OSError, ValueError, IndexError):
             continue
-        if ours:
-            found.append(int(name))
-    return sorted(found)
+    return sorted([*found, *(pid for pid, one in others if one in sessions)])
 
 
 def stat(pid: str) -> list[str]:
@@ -93,10 +96,10 @@ class Supervisor:
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
-        self.launch = read(os.path.join(directory, "launch.json"))
         self.log_path = os.path.join(directory, "server.log")
-        self.state: dict[str, Any] = {"phase": "starting", "launch": self.launch["id"], "supervisor": os.getpid()}
-        self.state.update(restarts=0, deaths=[])
+        self.launch: dict[str, Any] = {}
+        self.state: dict[str, Any] = {}
+        self.untold = False  # a full disk: told again until there is room
         self.child: subprocess.Popen[bytes] | None = None
         self.wakeup = -1
         self.healthy = False
@@ -113,13 +116,14 @@ class Supervisor:
             if phase and phase != self.state["phase"]:
                 fields.setdefault("since", time.time())
             self.state.update(fields, **({"phase": phase} if phase else {}))
-            temporary = os.path.join(self.directory, ".state.json")
+            temporary = os.path.join(self.directory, ".tmp-state")
             try:
                 with open(temporary, "w", encoding="utf-8") as file:
                     json.dump(self.state, file)
                 os.rename(temporary, os.path.join(self.directory, "state.json"))
+                self.untold = False
             except OSError:
-                pass  # a full disk must not end a server that runs
+                self.untold = True  # it must not end a server that runs
 
     def heard(self, child: subprocess.Popen[bytes], ok: bool) -> None:
         """Take in an answer of /health, unless the server that gave it is gone or going."""
@@ -160,15 +164,15 @@ class Supervisor:
             self.seen_size = size
         if size >= self.launch["log_bytes"]:
             for path in (self.log_path, times):
-                for number in range(self.launch["log_files"] - 1, 0, -1):
-                    older = "%s.%d" % (path, number)
-                    if os.path.exists(older):
-                        os.replace(older, "%s.%d" % (path, number + 1))
-                self.copy_and_truncate(path)
+                self.rotate(path)
             self.seen_size = 0
 
-    def copy_and_truncate(self, path: str) -> None:
+    def rotate(self, path: str) -> None:
         try:
+            for number in range(self.launch["log_files"] - 1, 0, -1):
+                older = "%s.%d" % (path, number)
+                if os.path.exists(older):
+                    os.replace(older, "%s.%d" % (path, number + 1))
             with open(path, "rb") as source, open(path + ".1", "wb") as target:
                 while True:
                     data = source.read(1 << 20)
@@ -183,11 +187,12 @@ class Supervisor:
 
     def start(self) -> bool:
         launch = self.launch
-        log = os.open(self.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        log = -1
         who: dict[str, Any] = {}
         if launch.get("uid") is not None:
             who = {"user": launch["uid"], "group": launch["gid"], "extra_groups": launch["groups"]}
         try:
+            log = os.open(self.log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640)
             self.child = subprocess.Popen(
                 launch["argv"],
                 env=launch["env"],
@@ -203,7 +208,8 @@ class Supervisor:
             self.tell("failed", pid=None, last={"error": str(error), "at": time.time()})
             return False
         finally:
-            os.close(log)
+            if log >= 0:
+                os.close(log)
         self.began = time.monotonic()
         self.healthy = False
         self.say("started pid %d" % self.child.pid)
@@ -339,12 +345,28 @@ class Supervisor:
             except OSError:
                 pass
 
-    def run(self) -> int:
+    def claim(self) -> bool:
+        """Take the lock for as long as this process lives. Whoever looks whether there is a supervisor holds it for a moment."""
         lock = os.open(os.path.join(self.directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        end = time.monotonic() + CLAIM_SECONDS
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except OSError:
+                if time.monotonic() > end:
+                    return False
+            time.sleep(0.02)
+
+    def run(self) -> int:
+        if not self.claim():
             return 0  # another supervisor has this server
+        # Only now: before, somebody else may still be writing the orders.
+        self.launch = read(os.path.join(self.directory, "launch.json"))
+        before = read(os.path.join(self.directory, "state.json"))
+        if before.get("launch") == self.launch["id"] and before.get("phase") == "stopped":
+            return 0  # stopped before we came
+        self.state.update(phase="starting", launch=self.launch["id"], supervisor=os.getpid(), restarts=0, deaths=[])
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.wakeup, other = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(other, warn_on_full_buffer=False)
@@ -359,6 +381,8 @@ class Supervisor:
         while again:
             self.sleep()
             self.keep_log()
+            if self.untold:
+                self.tell()
             if self.reap():
                 again = self.died() and self.begin_again()
             elif self.stopping:
