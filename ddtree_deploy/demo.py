@@ -12,15 +12,16 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddtree_deploy import demo_tether
 from ddtree_deploy.demo_sshd import free_port
 from ddtree_deploy.errors import DeployError, HostUnreachable, UsageProblem
 
@@ -58,7 +59,7 @@ def run(say: Callable[[str], None], keep: Path | None = None) -> None:
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UsageProblem(f"`{keep}` is not empty", mend="give a new directory with `--keep`")
     with contextlib.ExitStack() as stack:
-        root = keep.absolute() if keep else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddtree-demo-")))
+        root = stack.enter_context(_tethered(keep.absolute() if keep else None))
         root.mkdir(parents=True, exist_ok=True)
         say("two hosts: venvs of their own, made from real wheels")
         for host, wheels in (("ct129", SOURCE_WHEELS), ("ct200", TARGET_WHEELS)):
@@ -67,6 +68,22 @@ def run(say: Callable[[str], None], keep: Path | None = None) -> None:
         _play(stage, say)
         if keep:
             say(f"everything is in {root}; go on there with DDTREE_HOME={root}/home")
+
+
+@contextlib.contextmanager
+def _tethered(keep: Path | None) -> Iterator[Path]:
+    """Give the directory to play in; nothing that is started meanwhile, and no directory of ours, outlives this process."""
+    mark = uuid.uuid4().hex
+    argv = [sys.executable, "-m", demo_tether.__name__, mark, *([str(keep)] if keep else [])]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as tether:
+        assert tether.stdin and tether.stdout
+        os.environ[demo_tether.MARK] = mark
+        try:
+            yield Path(os.fsdecode(tether.stdout.readline()).rstrip("\n"))
+        finally:
+            del os.environ[demo_tether.MARK]
+            tether.stdin.close()
+            tether.wait()  # a second Ctrl-C ends the waiting, not the tether
 
 
 def _play(stage: Stage, say: Callable[[str], None]) -> None:
@@ -153,7 +170,8 @@ def _reachable(root: Path, say: Callable[[str], None]) -> Iterator[dict[str, str
     env = {**os.environ, "DDTREE_HOME": str(root / "home"), "COLUMNS": os.environ.get("COLUMNS", "110")}
     with contextlib.ExitStack() as stack:
         try:
-            sshd = stack.enter_context(loopback_sshd(root / "sshd", aliases=("ct129", "ct200")))
+            mark = {demo_tether.MARK: os.environ[demo_tether.MARK]}  # for what is started through it
+            sshd = stack.enter_context(loopback_sshd(root / "sshd", aliases=("ct129", "ct200"), environment=mark))
             # An sshd that runs may still refuse this user (a locked account, say).
             argv = ["ssh", "-F", str(sshd.client_config), "-o", "BatchMode=yes", "ct129", "true"]
             subprocess.run(argv, check=True, capture_output=True, timeout=20)
