@@ -24,8 +24,8 @@ TRIES = 2
 WORTH_BYTES = 1 << 20
 
 _OPENED = answers.fields(command=answers.each(answers.text))
-_FED = answers.fields(why=answers.text, bytes=answers.count)
-_CLOSED = answers.fields(objects=answers.count, bytes=answers.count, why=answers.text)
+_FED = answers.fields(why=answers.text)
+_CLOSED = answers.fields(bytes=answers.count, why=answers.text)
 
 Need = Sequence[tuple[str, int]]
 

@@ -127,7 +127,7 @@ def open_door(session: Session, _header: dict[str, Any], _value: object) -> dict
     if _open:
         raise Failure("internal", "the door is open already")
     # Its own buffers; what is still expected is shared, and nothing else of ours is within the visitor's reach.
-    _open.append(Door(session, Landing(push.found.incoming, need(push.landing).expected)))
+    _open.append(Door(session, Landing(push.found.incoming, need(need(push.landing).expected))))
     return {"command": [sys.executable, "-I", "-S", "-c", PIPE, _open[0].name]}
 
 
@@ -137,4 +137,4 @@ def close_door(_session: Session, _header: dict[str, Any], _value: object) -> di
         raise Failure("internal", "no door is open")
     door = _open.pop()
     door.close()
-    return {"objects": door.landing.received, "bytes": door.landing.bytes, "why": door.why, "_big": sorted(door.landing.expected or ())}
+    return {"bytes": door.landing.bytes, "why": door.why, "_big": sorted(door.landing.expected or ())}

@@ -39,7 +39,7 @@ def feed(session: Session, header: dict[str, Any], value: dict[str, Any]) -> dic
     found = layout.locate(header["venv"])
     items = _held(found, value["objects"])
     if not items:
-        return {"why": "it has none of it", "bytes": 0}
+        return {"why": "it has none of it"}
     log = os.memfd_create("ssh-log")
     try:
         try:
@@ -47,13 +47,13 @@ def feed(session: Session, header: dict[str, Any], value: dict[str, Any]) -> dic
                 ssh_argv(value["to"], value["command"]), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, bufsize=0
             )
         except OSError as error:
-            return {"why": "`ssh` does not start there: %s" % error, "bytes": 0}
+            return {"why": "`ssh` does not start there: %s" % error}
         with child:
             try:
-                sent = _through(session, child, found, items)
+                _through(session, child, found, items)
             finally:
                 child.kill()
-        return {"why": _words(log, child.returncode) if child.returncode else "", "bytes": sent}
+        return {"why": _words(log, child.returncode) if child.returncode else ""}
     finally:
         os.close(log)
 
@@ -82,8 +82,8 @@ def _held(found: layout.Layout, wanted: list[list[Any]]) -> list[Item]:
     return held
 
 
-def _through(session: Session, child: subprocess.Popen[bytes], found: layout.Layout, items: list[Item]) -> int:
-    """Send through `child` and wait for its end, which is 0 only when all arrived; return the bytes that it took."""
+def _through(session: Session, child: subprocess.Popen[bytes], found: layout.Layout, items: list[Item]) -> None:
+    """Send through `child` and wait for its end, which is 0 only when all arrived."""
     assert child.stdin is not None and child.stdout is not None
     line = child.stdin.fileno()
     frames.widen(line)
@@ -93,7 +93,7 @@ def _through(session: Session, child: subprocess.Popen[bytes], found: layout.Lay
         if not ready:
             child.terminate()
         child.wait()
-        return 0
+        return
     with Tree(found.tree(found.live() or 0)) as tree:
 
         def open_item(item: Item) -> int:
@@ -115,11 +115,10 @@ def _through(session: Session, child: subprocess.Popen[bytes], found: layout.Lay
     while child.poll() is None:
         if session.wait_aborted(0.02):
             raise Failure("interrupted", "the transfer was cancelled")
-    return sent
 
 
 def _words(log: int, status: int) -> str:
     """Return the last words of `ssh`, else how it ended."""
     said = os.pread(log, 1 << 16, 0).decode("utf-8", "replace")
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip().rstrip(".") for line in said.splitlines() if line.strip()]
     return ": ".join(lines[-2:])[-300:] if lines else "`ssh` ended with status %d" % status
