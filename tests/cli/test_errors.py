@@ -160,6 +160,7 @@ def test_a_bug_is_one_line_a_log_and_exit_code_1() -> None:
     assert any("Traceback" in json.loads(line).get("text", "") for line in log.read_text().splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_names_the_step_and_leaves_the_target_as_it_was(source: Path, target: Path, number: int, code: int) -> None:
     """The probe of a package that takes its time is where the signal arrives."""

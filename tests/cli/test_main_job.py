@@ -80,6 +80,7 @@ def test_diff_prints_packages_first_and_files_when_asked(target: Path, snapshot:
     assert not any(char in ran.out for char in "│─╭┃━")
 
 
+@pytest.mark.slow
 def test_dry_runs_write_nothing(target: Path, snapshot: str, tmp_path: Path) -> None:
     store = Path(run("cache", "dir").out.strip())
 

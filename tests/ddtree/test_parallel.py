@@ -66,6 +66,7 @@ def check_ranks(ranks: int, cases: list[int], tmp_path: Path) -> None:
     multiprocessing.spawn(run_rank, (ranks, str(tmp_path / "meeting"), cases, hashes), nprocs=ranks)
 
 
+@pytest.mark.slow
 def test_two_ranks_build_the_tree_of_one(tmp_path: Path) -> None:
     check_ranks(2, list(range(8)), tmp_path)
 

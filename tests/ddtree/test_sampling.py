@@ -67,6 +67,7 @@ def decode_three(toy: Toy, verify: Verify) -> Tensor:
     return torch.bincount(outcome, minlength=VOCABULARY**TOKENS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_k=5, top_p=0.95)])
 @pytest.mark.parametrize("seed", range(3))
 def test_trees_draw_from_the_targets_joint_distribution(seed: int, sampling: Sampling) -> None:

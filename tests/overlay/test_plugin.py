@@ -105,6 +105,7 @@ def test_a_plugin_error_that_sglang_swallows_is_found_before_the_launch(host: Pa
     assert not json.loads(found.stdout)["registered"]
 
 
+@pytest.mark.slow
 def test_the_algorithm_registers_and_answers_as_dflash(host: Path) -> None:
     code = """
 import copy, pickle

@@ -59,6 +59,7 @@ def draining(server: Process) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_it_serves_with_a_key_and_sigterm_finishes_what_it_began(pair: tuple[Path, Path]) -> None:
     with started(*pair_arguments(pair), env={"DDTREE_API_KEY": "s3cret"}) as server:
         live = server.live

@@ -61,10 +61,12 @@ def check_lossless(variant: Variant, count: int, tokens: int, sampling: Sampling
     assert lengths[Mode.DDTREE, 64] > 1.05 * lengths[Mode.DFLASH, 1], lengths
 
 
+@pytest.mark.slow
 def test_greedy_trees_and_chains_give_plain_decoding_token_for_token(variant: Variant) -> None:
     check_lossless(variant, 10, 20, GREEDY, seed=1)
 
 
+@pytest.mark.slow
 def test_sampled_trees_and_chains_give_plain_sampling_token_for_token(variant: Variant) -> None:
     check_lossless(variant, 8, 16, None, seed=2)
 

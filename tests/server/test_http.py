@@ -151,6 +151,7 @@ def test_null_asks_for_the_default(live: Live) -> None:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_32_clients_at_once_get_what_each_gets_alone(live: Live, variant: Variant) -> None:
     plain = variant(Mode.PLAIN)
     texts = [f"client {i} asks what the lazy dog does while {i}" for i in range(8)]
