@@ -56,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer({"error": "no such route"}, 404)
 
     def do_POST(self):
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
         if "key" in SAID and self.headers.get("Authorization") != "Bearer " + SAID["key"]:
             self.answer({"error": "invalid_api_key"}, 401)
             return
@@ -68,7 +68,22 @@ class Handler(BaseHTTPRequestHandler):
         if number == int(SAID.get("die", -1)):
             print(f"the stand-in dies at completion {number}", flush=True)
             os._exit(9)
+        if body.get("stream"):
+            self.stream(self.path == "/generate")
+            return
         self.answer({"choices": [{"text": "x"}], "usage": {"completion_tokens": 1}})
+
+    def stream(self, native):
+        """Answer `x y z` in three pieces: SGLang's events, or those of the OpenAI routes."""
+        self.send_response(200)
+        self.end_headers()
+        for number, text in enumerate(("x", " y", " z")):
+            meta = {"completion_tokens": 2 * number + 1, "spec_verify_ct": number, "finish_reason": {"type": "stop"}}
+            event = {"text": "x y z"[: 2 * number + 1], "meta_info": meta} if native else {"choices": [{"text": text}]}
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        usage = {"completion_tokens": 5, "ddtree": {"rounds": 2}}
+        last = "" if native else f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
+        self.wfile.write(f"{last}data: [DONE]\n\n".encode())
 
 
 def main():
