@@ -191,3 +191,21 @@ def test_a_visitor_leaves_what_was_asked_for_or_nothing(brought: bytes, why: str
     assert done.stdout == b"+" and (done.returncode == 0) is (brought == frame(GOOD))
     assert door.why.startswith(why) and bool(door.why) is bool(why)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == ({DIGEST: GOOD} if whole else {})
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user needs root")
+def test_another_user_of_the_target_is_not_let_in(tmp_path: Path) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    try:
+        door = Door(Session(null, null, False, -1), Landing(str(tmp_path), {DIGEST: len(GOOD)}))
+        done, mine = (
+            subprocess.run(
+                [sys.executable, "-I", "-S", "-c", first + PIPE, door.name], input=frame(GOOD), capture_output=True, check=False, timeout=60
+            )
+            for first in ("import os, socket, sys\nos.setuid(65534)\n", "")
+        )
+        door.close()
+    finally:
+        os.close(null)
+    assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"not let in\n")
+    assert (mine.returncode, door.landing.received) == (0, 1)
