@@ -173,6 +173,26 @@ def test_a_server_survives_a_fault_at_any_system_call(place: Place, tmp_path: Pa
     report("P2 launch and stop, system calls", tried=len(chosen), **results)
 
 
+@pytest.mark.skipif(not (EVERYTHING and strace_works()), reason="waits for half a minute: with DDTREE_SWEEP=all, and strace")
+def test_a_supervisor_that_can_not_write_is_found_and_stopped(place: Place, tmp_path: Path) -> None:
+    """Its disk is full from the beginning: the server runs, is shown, and ends when it is told to."""
+    wrapper = tmp_path / "python"
+    agent = "import sys; sys.executable = " + repr(str(wrapper))
+    inject = f"-f -qqq -o {tmp_path / 'log'} -e trace=rename -e inject=rename:error=ENOSPC"
+    wrapper.write_text(
+        "#!/bin/sh\n"
+        f'case $3 in */supervisor.py) exec strace {inject} {BASE_PYTHON} "$@" ;; esac\n'
+        f'case $4 in *memfd_create*) code=$4; shift 4; exec {BASE_PYTHON} -I -S -c "{agent}\n$code" "$@" ;; esac\n'
+        f'exec {BASE_PYTHON} "$@"\n'
+    )
+    wrapper.chmod(0o755)
+    lifecycle.begin(replace(place.prepared, host=replace(place.host, python=str(wrapper))), QUICK)
+    assert "ENOSPC" in (tmp_path / "log").read_text() and not (place.server / "state.json").exists()
+    (server,) = running(place.host)
+    assert server.phase == "starting" and server.processes == 3
+    place.settled(place.launches())
+
+
 def attached(directory: Path, *injections: str) -> tuple[str, Path]:
     """Return an interpreter whose agents strace attaches to, and its log.
 
@@ -220,7 +240,7 @@ def test_a_server_survives_the_death_of_its_controller(place: Place, tmp_path: P
     if running(place.host) and act == "launch":
         place.stop()
     steps = [step for step in trace.steps() if step[1] == "tests.emit"]
-    chosen = [{"at": step[0]} for step in (steps if EVERYTHING else steps[-1:])]
+    chosen = [{"at": step[0]} for step in thin(steps, 1)]
     hits = 0
     for kill in chosen:
         before()

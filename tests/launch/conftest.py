@@ -52,8 +52,8 @@ def end_launches(venv: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
     for file in venv.glob(".ddtree/servers/*/launch.json"):
         with contextlib.suppress(OSError, ValueError, KeyError):
-            launch = json.loads(file.read_text())["id"]
-            for pid in members(launch):
+            launch = json.loads(file.read_text())
+            for pid in members(launch["id"], None, os.path.realpath(launch["argv"][0])):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
 
