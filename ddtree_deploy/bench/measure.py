@@ -11,7 +11,7 @@ from ddtree_deploy.errors import DeployError, ServerNotReady, UsageProblem
 from ddtree_deploy.events import Emit, Note, ignore
 from ddtree_deploy.events import Step as Doing
 from ddtree_deploy.hosts.base import Host
-from ddtree_deploy.launch import lifecycle
+from ddtree_deploy.launch import budgets, lifecycle
 from ddtree_deploy.launch.argv import Request
 from ddtree_deploy.launch.lifecycle import Options, Prepared
 from ddtree_deploy.launch.models import Ready, Server
@@ -103,6 +103,14 @@ def measure(session: Session, arm: Arm, step: Step, load: Load) -> Sample:
         text = f"{session.host.name}: {arm.variant.name} gave no answer at {step.concurrency} at a time: {why}"
         raise ServerNotReady(text, mend=f"see `ddtree-deploy logs {session.host.name} --port {arm.name}`")
     return sample
+
+
+def keep(host: Host, arm: Arm, table: str, emit: Emit = ignore) -> str:
+    """Leave a budget table on the host for launches like this arm's; return the file there."""
+    assert arm.prepared is not None
+    value = {"key": budgets.key(arm.prepared.facts, arm.prepared.request), "table": table}
+    with Session(host, writable=True, emit=emit, parts=PARTS) as session:
+        return str(session.ask("tune-keep", value, venv=host.venv).fields["path"])
 
 
 def _note(up: dict[str, bool], server: Server) -> None:

@@ -29,17 +29,21 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked in one measurement: at least `requests` answers of up to `max_tokens`, prompts from the first on, again and again."""
+    """What is asked in one measurement: at least `requests` answers of up to `max_tokens`, prompts from the first on, again and again.
+
+    `waves` of them for each that is asked at a time, so that a measurement is not mostly its beginning and its end.
+    """
 
     prompts: tuple[str, ...] = DEFAULT
     requests: int = 16
     max_tokens: int = 128
     temperature: float = 0.0
     seconds: float = 600.0
+    waves: int = 1
 
     def of(self, concurrency: int) -> tuple[str, ...]:
         """Return the prompts of a measurement; the same ones for every variant and round."""
-        count = max(self.requests, concurrency)
+        count = max(self.requests, self.waves * concurrency)
         return tuple(self.prompts[number % len(self.prompts)] for number in range(count))
 
 
@@ -66,10 +70,10 @@ def variants(text: str) -> tuple[Variant, ...]:
     return tuple(found)
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str, option: str = "--concurrency") -> tuple[int, ...]:
     """Read `1,4,16`, ascending and without doubles. Raises UsageProblem."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise UsageProblem(f"`--concurrency` wants numbers such as `1,4,16`: {text}")
+        raise UsageProblem(f"`{option}` wants numbers such as `1,4,16`: {text}")
     return tuple(sorted({int(word) for word in text.split(",")}))
 
 

@@ -11,7 +11,7 @@ from ddtree_deploy.errors import UsageProblem
 ENGINES = ("sglang", "standalone")
 ALGORITHMS = ("ddtree", "dflash", "none")
 BUDGET_FLAG, TABLE_FLAG = "--speculative-ddtree-budget", "--speculative-ddtree-budget-table"
-_TABLE = re.compile(r"\d+:\d+(,\d+:\d+)*")
+BUDGET_TABLE = re.compile(r"\d+:\d+(,\d+:\d+)*")
 
 #: What we set ourselves, by every spelling that SGLang 0.5.11 and 0.5.23 take.
 OWNED: Mapping[str, tuple[str, ...]] = {
@@ -90,7 +90,7 @@ def check(request: Request) -> None:
     if request.algorithm != "none" and not request.drafter and request.model != "tiny":
         mend = "name one with `--drafter`, or use `--algorithm none`"
         raise UsageProblem(f"`--algorithm {request.algorithm}` needs a drafter", mend=mend)
-    if request.budget != "auto" and not re.fullmatch(r"[1-9]\d*", request.budget) and not _TABLE.fullmatch(request.budget):
+    if request.budget != "auto" and not re.fullmatch(r"[1-9]\d*", request.budget) and not BUDGET_TABLE.fullmatch(request.budget):
         raise UsageProblem(f"`--budget` must be a number, `auto`, or a table such as `1:63,4:31`: {request.budget}")
     if not 0 < request.port < 65536:
         raise UsageProblem(f"`--port` must lie between 1 and 65535: {request.port}")

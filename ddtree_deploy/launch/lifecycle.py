@@ -12,7 +12,7 @@ from typing import Any
 from ddtree_deploy.errors import DeployError, Incompatible, IntegrityFailure, ServerNotReady, TargetBusy, UsageProblem
 from ddtree_deploy.events import Emit, Note, Step, ignore
 from ddtree_deploy.hosts.base import Host
-from ddtree_deploy.launch import preflight
+from ddtree_deploy.launch import budgets, preflight
 from ddtree_deploy.launch.argv import Command, Request, build
 from ddtree_deploy.launch.models import Ready, Record, Server, Stopped
 from ddtree_deploy.launch.readiness import Watch, wait
@@ -76,8 +76,9 @@ def prepare(host: Host, request: Request, emit: Emit = ignore, *, nccl: bool = F
     }  # fmt: skip
     with open_session(host, writable=False, emit=emit) as session:
         facts = session.ask("serve-survey", venv=host.venv, **asked).value
+    request, tuned = budgets.apply(facts, request)
     command = build(request, facts["flags"])
-    checks = preflight.judge(facts, request, command)
+    checks = (*preflight.judge(facts, request, command), *tuned)
     argv = (f"{facts['venv']}/bin/python", *command.tail)
     if nccl and request.engine == "sglang" and request.gpus > 1 and not any(check.level == "block" for check in checks):
         checks = (*checks, reach(host, request.gpus, request.env, emit))

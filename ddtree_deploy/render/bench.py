@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 from ddtree_deploy.agent.procs import redact
 from ddtree_deploy.bench import report
+from ddtree_deploy.bench.report import figure
 from ddtree_deploy.render.launch import command_line
 from ddtree_deploy.render.table import columns
 from ddtree_deploy.render.words import seconds
 
 if TYPE_CHECKING:
     from ddtree_deploy.bench.measure import Arm
+    from ddtree_deploy.bench.tune import Tuned
     from ddtree_deploy.launch.models import Ready
     from ddtree_deploy.render.ui import Ui
 
@@ -49,6 +51,31 @@ def measured(ui: Ui, result: report.Result) -> None:
     for one in result.agreements:
         ui.data(report.words(one), "" if one.same == one.compared else "yellow")
     ui.result(bench=report.document(result))
+
+
+def tuned(ui: Ui, host: str, found: Tuned, kept: str) -> None:
+    """Show the choice for each batch size, what was fitted, and how the table is used; the table alone with `-q`."""
+    rows = []
+    for choice in found.choices:
+        best = max((budget for budget, batch in found.rates if batch == choice.batch), key=lambda one: found.rates[one, choice.batch])
+        rate, plain = found.rates[choice.budget, choice.batch], found.rates[0, choice.batch]
+        chosen = str(choice.budget) if choice.budget else "plain"
+        pays = figure(rate / plain if plain else None, 2)
+        rows.append([str(choice.batch), chosen, figure(rate), pays, figure(choice.gain, 2), str(best) if best else "plain"])
+    if ui.quiet:
+        ui.data(found.table)
+    else:
+        ui.table(columns("#at a time", "#budget", "#tok/s", "#x plain", "#x fitted", "#best measured"), rows)
+        accepted = ", ".join(f"{budget}: {tokens:.2f}" for budget, tokens in sorted(found.tokens.items()) if budget)
+        ui.data(f"tokens per pass by budget: {accepted}; {1e3 * found.cost.fixed:.1f} ms of a round are not the pass")
+        ui.data(f"budget table: {found.table}")
+        ui.say(f"{host}: kept in {kept}: `launch {host} --budget auto` uses it for this pair on these GPUs")
+    if any(not choice.budget for choice in found.choices):
+        ui.warn("where plain decoding is best the table has the smallest budget: a server can not leave speculation out for some batches")
+    ui.result(tuned={
+        "table": found.table, "kept": kept, "tokens_per_pass": {str(k): v for k, v in found.tokens.items()}, "cost": found.cost,
+        "choices": found.choices, "rates": [[*pair, rate] for pair, rate in found.rates.items()],
+    })  # fmt: skip
 
 
 def write(ui: Ui, directory: Path, result: report.Result) -> None:

@@ -85,6 +85,20 @@ def test_a_server_that_dies_is_told_and_nothing_stays(venv: Path) -> None:
     assert len(phases(venv)) == 2 and set(phases(venv).values()) <= set(OVER)
 
 
+def test_what_is_tuned_is_launched(venv: Path, tmp_path: Path) -> None:
+    port = two_ports()
+    what = ["local", "--venv", str(venv), "--engine", "standalone", "--model", "tiny", "--port", str(port)]
+    before = run("launch", *what, "-n")
+    assert before.code == 0 and "--budget" not in before.out, before.err
+    ran = run("tune", *what, "--budgets", "7", "--rounds", "1", "--requests", "3", "--out", str(tmp_path / "table.txt"))
+    assert ran.code == 0, ran.err
+    assert "tokens per pass by budget: 7: 2.00" in ran.out and "budget table: 1:7" in ran.out
+    assert (tmp_path / "table.txt").read_text() == "1:7\n" and set(phases(venv).values()) == {"stopped"}
+    after = run("launch", *what, "-n", "-v")
+    assert "--mode ddtree --budget 7 " in after.out and "budget 7, tuned here at " in after.err
+    assert "--budget 9 " in run("launch", *what, "--budget", "9", "-n").out
+
+
 def test_a_server_that_runs_is_measured_and_left_alone(venv: Path) -> None:
     host = Host("here", transport="local", venv=str(venv))
     nothing = run("bench", "local", "--venv", str(venv))

@@ -1,6 +1,6 @@
-"""Load on a server from its own host, so that no port need be reachable. Sent only with `bench`; standard library, Python 3.9."""
+"""Load on a server from its own host, so no port need be reachable. Sent only with `bench` and `tune`; standard library, Python 3.9."""
 
-from ddtree_deploy.agent.load import client
+from ddtree_deploy.agent.load import client, kept
 
 READS = {"load-run": client.run}
-WRITES: dict[str, object] = {}
+WRITES = {"tune-keep": kept.keep}

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 
-from ddtree_deploy.agent import elf, facts, host_facts, layout
+from ddtree_deploy.agent import durable, elf, facts, host_facts, layout
 from ddtree_deploy.agent.serving import flags, gpus, place, plugin, ports
 from ddtree_deploy.agent.serving.start import CACHES, STANDALONE_IMPORTS, jit
 
@@ -49,6 +49,7 @@ def survey(_session: Session, header: Json, _value: object) -> Json:
             "ports": [[port, ports.is_free(header["listen"], port), ports.holder(port)] for port in header.get("ports", [])],
             "disk": facts.space(found.venv), "mount": host_facts.mount_of(found.venv),
             "caches": {name: os.path.join(caches, one) for name, one in CACHES.items()},
+            "budgets": (durable.read_json(os.path.join(found.state, "budgets.json")) or {}).get("tables") or [],
             "code": _names(os.path.join(place.root(found), "code")),
             "orphans": orphans(found), "servers": [place.describe(found, name) for name in place.names(found)],
         }
