@@ -79,7 +79,7 @@ def prune(store: Store, keep: int | None = None, dry_run: bool = False) -> Prune
 
 def _clear(store: Store, kept: Collection[str]) -> None:
     """Remove what runs that died left behind: received objects, half-written files, manifests without a record."""
-    for path in [*store.temporary.iterdir(), *store.quarantine.iterdir(), *store.root.glob("*/.tmp-*")]:
+    for path in [*store.temporary.iterdir(), *store.quarantine.iterdir(), *store.root.rglob(".tmp-*")]:
         if path.is_dir():
             shutil.rmtree(path)
         else:

@@ -1,15 +1,17 @@
 """A controller that is killed: run an effect of the product, SIGKILL at a change to a file or at an event it tells.
 
-`python -m tests.faults.controller CONFIG` (JSON: `act`, `venv`, `home`, `snapshot`, `python`, `killer`; `serve`: port and env of a launch).
+`python -m tests.faults.controller CONFIG` (JSON: `act`, `venv`, `home`, `snapshot`, `python`, `killer`; for some acts
+`serve`: port and env of a launch, or `files`: texts to keep).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
 
-from ddtree_deploy import upkeep
+from ddtree_deploy import overlay, upkeep
 from ddtree_deploy.events import Event, Progress
 from ddtree_deploy.launch import Options, lifecycle
 from ddtree_deploy.launch.argv import Request
@@ -48,6 +50,9 @@ def main() -> None:
         lifecycle.restart(host, options=SERVE, emit=_emit)
     elif config["act"] == "stop":
         lifecycle.stop(host, emit=_emit)
+    elif config["act"] == "overlay":
+        contents = {hashlib.sha256(text.encode()).hexdigest(): text.encode() for text in config["files"]}
+        overlay.keep(store, [overlay.Overlay("0", "test", (), contents)])
     elif config["act"] == "prune":
         upkeep.prune(store, 1)
     else:
