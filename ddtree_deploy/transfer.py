@@ -272,17 +272,19 @@ def _approved(plan: Plan, approve: Callable[[Plan], bool]) -> None:
 
 
 def _refuse_blocks(plan: Plan) -> None:
-    for check in plan.blocks:
-        error = NoSpace if check.id == "K12-space" else Incompatible
-        # The evidence names the file, the symbol and its provider; the check's own text only the kind of trouble.
-        lines = [line for block in plan.blocks for line in block.evidence or (block.text,)]
-        solution = plan.oracle.solution if plan.oracle else None
-        together = solution.command(plan.target) if solution and solution.consistent and solution.steps else ""
-        raise error(
-            f"cannot push to `{plan.target}`: {lines[0]}",
-            mend=f"push what has to move together: `{together}`" if together else check.mend or None,
-            causes=tuple(lines[1:20]),
-        )
+    if not plan.blocks:
+        return
+    first = plan.blocks[0]
+    error = NoSpace if first.id == "K12-space" else Incompatible
+    # A check's text says what kind of trouble it is; its evidence names the file, the symbol and who provides it.
+    lines = [f"{block.text}: {line}" if line else block.text for block in plan.blocks for line in block.evidence or ("",)]
+    solution = plan.oracle.solution if plan.oracle else None
+    together = solution.command(plan.target) if solution and solution.consistent and solution.steps else ""
+    raise error(
+        f"cannot push to `{plan.target}`: {lines[0]}",
+        mend=f"push what has to move together: `{together}`" if together else first.mend or None,
+        causes=tuple(lines[1:20]),
+    )
 
 
 @dataclass
