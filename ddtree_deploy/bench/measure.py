@@ -1,4 +1,7 @@
-"""Do what a plan says: launch, warm, measure, stop. Whatever was started here is stopped, however it ends."""
+"""Do what a plan says: launch, warm, measure, stop. Whatever was started here is stopped, however it ends.
+
+What ended well leaves no record on the host; what did not keeps its log.
+"""
 
 from __future__ import annotations
 
@@ -64,10 +67,10 @@ def run(
     for arm in arms:
         if arm.prepared is not None:
             lifecycle.refuse(arm.prepared)
-    up: dict[str, bool] = {}
+    up: dict[str, str] = {}  # server: its launch
     samples: list[Sample] = []
     try:
-        with Session(host, writable=False, emit=emit, parts=PARTS) as session:
+        with Session(host, writable=True, emit=emit, parts=PARTS) as session:
             session.greet()  # only then it is kept alive while servers start
             for step in steps:
                 arm = arms[step.variant]
@@ -77,7 +80,7 @@ def run(
                     ready(arm.variant.name, lifecycle.launch(arm.prepared, options, emit, lambda server: _note(up, server)))
                 elif step.kind == "stop":
                     lifecycle.stop(host, arm.name, drain=0, emit=emit)
-                    up.pop(arm.name, None)
+                    session.ask("bench-forget", venv=host.venv, name=arm.name, launch=up.pop(arm.name))
                 else:
                     words = "warm up" if step.kind == "warm" else f"round {step.round + 1}"
                     emit(Doing(host.name, f"{words}: {arm.variant.name}, {step.concurrency} at a time"))
@@ -113,8 +116,8 @@ def keep(host: Host, arm: Arm, table: str, emit: Emit = ignore) -> str:
         return str(session.ask("tune-keep", value, venv=host.venv).fields["path"])
 
 
-def _note(up: dict[str, bool], server: Server) -> None:
-    up[server.record.name] = True
+def _note(up: dict[str, str], server: Server) -> None:
+    up[server.record.name] = server.launch
 
 
 def _end(host: Host, name: str, emit: Emit) -> None:

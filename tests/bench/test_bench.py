@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from ddtree_deploy.launch.argv import Request
 from ddtree_deploy.launch.models import OVER
 from tests.cli.conftest import COMMAND, Ran
 from tests.fixtures.venvs import make_venv, package, site
-from tests.launch.conftest import end_launches, stand_in
+from tests.launch.conftest import end_launches, stand_in, until
 
 # Processes that live and die: seconds on an idle machine, minutes on a busy one.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -73,7 +74,7 @@ def test_servers_of_its_own_in_turn_and_a_plan_that_starts_nothing(venv: Path) -
     # Three answers a measurement at three at a time, two rounds; four tokens of two passes besides the first.
     assert (last["answers"], last["failed"], last["acceptance"], len(last["rates"])) == (6, 0, 2.0, 2)
     assert last["ratios"]["plain"] > 0 and [one["same"] for one in found["agreements"]] == [10, 10]
-    assert phases(venv) == {str(port): "stopped"}
+    assert phases(venv) == {}  # nor is there a record that `restart` would find
 
 
 def test_a_server_that_dies_is_told_and_nothing_stays(venv: Path) -> None:
@@ -85,6 +86,21 @@ def test_a_server_that_dies_is_told_and_nothing_stays(venv: Path) -> None:
     assert len(phases(venv)) == 2 and set(phases(venv).values()) <= set(OVER)
 
 
+def test_ctrl_c_ends_the_servers_too(venv: Path) -> None:
+    port = free_port()
+    words = ["bench", "local", "--venv", str(venv), "--engine", "standalone", "--model", "tiny", "--variants", "plain"]
+    # The first answer after the three that prove it never comes.
+    process = subprocess.Popen([*COMMAND, *words, "--port", str(port), "--env", "STAND_IN_HANG=4"], stdin=subprocess.DEVNULL)
+    try:
+        until((venv / f".ddtree/servers/{port}/proved.json").exists, "the server was proved", 400)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(400) == 130
+    finally:
+        process.kill()
+        process.wait()
+    assert phases(venv) == {str(port): "stopped"}
+
+
 def test_what_is_tuned_is_launched(venv: Path, tmp_path: Path) -> None:
     port = two_ports()
     what = ["local", "--venv", str(venv), "--engine", "standalone", "--model", "tiny", "--port", str(port)]
@@ -93,7 +109,7 @@ def test_what_is_tuned_is_launched(venv: Path, tmp_path: Path) -> None:
     ran = run("tune", *what, "--budgets", "7", "--rounds", "1", "--requests", "3", "--out", str(tmp_path / "table.txt"))
     assert ran.code == 0, ran.err
     assert "tokens per pass by budget: 7: 2.00" in ran.out and "budget table: 1:7" in ran.out
-    assert (tmp_path / "table.txt").read_text() == "1:7\n" and set(phases(venv).values()) == {"stopped"}
+    assert (tmp_path / "table.txt").read_text() == "1:7\n" and phases(venv) == {}
     after = run("launch", *what, "-n", "-v")
     assert "--mode ddtree --budget 7 " in after.out and "budget 7, tuned here at " in after.err
     assert "--budget 9 " in run("launch", *what, "--budget", "9", "-n").out

@@ -3,4 +3,4 @@
 from ddtree_deploy.agent.load import client, kept
 
 READS = {"load-run": client.run}
-WRITES = {"tune-keep": kept.keep}
+WRITES = {"tune-keep": kept.keep, "bench-forget": kept.forget}

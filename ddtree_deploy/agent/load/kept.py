@@ -1,10 +1,15 @@
-"""Keep what `tune` found: `<venv>/.ddtree/budgets.json`, one entry for each pair, engine and set of GPUs."""
+"""What stays of a measurement on the host: the budget table that `tune` found, and nothing of the servers that it launched.
+
+Tables are in `<venv>/.ddtree/budgets.json`, one entry for each pair, engine and set of GPUs.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 
 from ddtree_deploy.agent import durable, layout, locks
+from ddtree_deploy.agent.serving import place, start
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,3 +26,14 @@ def keep(_session: Session, header: dict[str, Any], value: dict[str, Any]) -> di
     rest = [one for one in known if any(one.get(name) != wanted for name, wanted in value["key"].items())]
     durable.write_json(path, {"tables": [*rest, {**value["key"], "table": value["table"], "measured": locks.utc()}]})
     return {"path": path}
+
+
+def forget(_session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
+    """Remove a server's directory, log and all, when it is the launch `launch` and is over: `restart` shall not find it."""
+    found = layout.locate(header["venv"])
+    known = start.settled(found, str(header["name"]))
+    over = known is not None and not known["supervised"] and not known["processes"]
+    gone = known is not None and over and known["launch"]["id"] == header["launch"]
+    if gone:
+        shutil.rmtree(place.directory(found, str(header["name"])))
+    return {"gone": gone}

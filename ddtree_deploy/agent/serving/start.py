@@ -134,7 +134,7 @@ def start(_session: Session, header: dict[str, Any], value: dict[str, Any] | Non
 
 
 def _start(header: dict[str, Any], value: dict[str, Any] | None, found: layout.Layout, name: str, where: str) -> dict[str, Any]:
-    before = _settled(found, name)
+    before = settled(found, name)
     if before and (before["supervised"] or before["processes"]):
         raise _there(name, before)
     wish = value or place.read(where, "launch.json").get("wish")
@@ -210,7 +210,7 @@ def _there(name: str, before: dict[str, Any]) -> Failure:
     )
 
 
-def _settled(found: layout.Layout, name: str) -> dict[str, Any] | None:
+def settled(found: layout.Layout, name: str) -> dict[str, Any] | None:
     """Return what is known of a server, a supervisor that is about to leave after its server waited for."""
     end = time.monotonic() + BEGIN_SECONDS
     while True:
