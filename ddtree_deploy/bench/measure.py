@@ -100,7 +100,7 @@ def measure(session: Session, arm: Arm, step: Step, load: Load) -> Sample:
         "temperature": load.temperature, "seconds": load.seconds,
     }  # fmt: skip
     asked = session.ask("load-run", value, patience=load.seconds + 60, venv=session.host.venv, name=arm.name).value
-    sample = Sample(arm.variant.name, step.concurrency, step.round, read(asked["answers"]))
+    sample = Sample(arm.variant.name, step.concurrency, step.round, read(asked.get("answers") if isinstance(asked, dict) else None))
     if not sample.good:
         why = next((answer.error for answer in sample.answers if answer.error), "no token came")
         text = f"{session.host.name}: {arm.variant.name} gave no answer at {step.concurrency} at a time: {why}"
@@ -113,7 +113,7 @@ def keep(host: Host, arm: Arm, table: str, emit: Emit = ignore) -> str:
     assert arm.prepared is not None
     value = {"key": budgets.key(arm.prepared.facts, arm.prepared.request), "table": table}
     with Session(host, writable=True, emit=emit, parts=PARTS) as session:
-        return str(session.ask("tune-keep", value, venv=host.venv).fields["path"])
+        return str(session.ask("tune-keep", value, venv=host.venv).fields.get("path", ""))
 
 
 def _note(up: dict[str, str], server: Server) -> None:

@@ -119,7 +119,7 @@ def html(result: Result) -> str:
     heads = "".join(f"<th>{escape(heading.removeprefix('#'))}</th>" for heading in HEADINGS)
     lines = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows(result.cells))
     about = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in result.about.items())
-    same = "".join(f"<li>{escape(words(one))}</li>" for one in result.agreements)
+    same = "".join(f"<li>{escape(words(one))}</li>" for one in result.agreements) or "<li>not compared: the temperature is above 0</li>"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>bench of {escape(result.host)}</title><style>{PAGE}</style></head><body>

@@ -126,7 +126,8 @@ def bench(
     options = Options(wait=wait, completions=3, drain=0, restart="no")
     samples = measure.run(host, arms, steps, asked, options, ui.emit, lambda which, ready: views.serving(ui, which, ready))
     about = _about(arms, base, asked, rounds * passes, at_once)
-    result = Result(host.name, stats.cells(samples), stats.agreements(samples, len(asked.prompts)), about)
+    alike = () if temperature else stats.agreements(samples, len(asked.prompts))
+    result = Result(host.name, stats.cells(samples), alike, about)
     views.measured(ui, result)
     if report is not None:
         views.write(ui, report, result)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from ddtree_deploy.agent.serving.supervisor import members
+from ddtree_deploy.bench import measure, plan
 from ddtree_deploy.errors import DeployError, Incompatible, ServerNotReady, TargetBusy
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.launch import Options, Ready, Server, lifecycle, restart, running, signatures, start, stop
@@ -312,6 +313,9 @@ def test_sglang_by_its_module_with_gpus_that_nvidia_smi_shows(
     ready = prove(host, begin(prepared, QUICK), QUICK)
     assert ready.server.record.argv[1:3] == ("-m", "sglang.launch_server")
     assert (ready.algorithm, ready.detail["budget"]) == ("ddtree", "31")
+    # What runs is measured by SGLang's own route, which counts verify passes.
+    (sample,) = measure.run(host, [measure.running(host)], [plan.Step("measure", 0, 2)], plan.Load(("p",), 2), QUICK)
+    assert [(answer.text, answer.tokens, answer.rounds) for answer in sample.good] == [("x y z", 5, 2)] * 2 and sample.variant == "ddtree"
     unknown = prepare(host, replace(wanted, port=request_.port + 1, extra=("--no-such-flag",)))
     assert any(check.id == "flags" and "--no-such-flag" in check.evidence[0] for check in unknown.blocks)
     free.write_text("10000")
