@@ -18,6 +18,7 @@ from pathlib import Path
 
 MARK = "DDTREE_DEMO"
 GONE_SECONDS = 20.0
+QUIET_LOOKS = 4
 
 
 def members(mark: str, root: Path) -> list[int]:
@@ -32,13 +33,20 @@ def members(mark: str, root: Path) -> list[int]:
     return found
 
 
-def end(mark: str, root: Path) -> None:
-    """Kill a demo's processes until there are none."""
-    deadline = time.monotonic() + GONE_SECONDS
-    while (left := members(mark, root)) and time.monotonic() < deadline:
+def end(mark: str, root: Path, remove: bool) -> None:
+    """Kill a demo's processes until there are none, and remove its directory.
+
+    None must be seen several times: a process in the middle of an exec shows no environment, and a new one may miss the listing.
+    """
+    deadline, quiet = time.monotonic() + GONE_SECONDS, 0
+    while quiet < QUIET_LOOKS and time.monotonic() < deadline:
+        left = members(mark, root)
         for pid in left:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
+        if remove:
+            shutil.rmtree(root, ignore_errors=True)
+        quiet = 0 if left or (remove and root.exists()) else quiet + 1
         time.sleep(0.05)
 
 
@@ -50,9 +58,7 @@ def main() -> None:
             print(root, flush=True)
         sys.stdin.buffer.read()
     finally:
-        end(mark, root)
-        if not given:
-            shutil.rmtree(root, ignore_errors=True)
+        end(mark, root, not given)
 
 
 if __name__ == "__main__":

@@ -103,13 +103,17 @@ def _wait(session: Session, where: str, seconds: float) -> None:
 
 
 def _kill(where: str) -> list[int]:
-    """Kill what is left of a launch whose supervisor is gone; return the pids."""
+    """Kill what is left of a launch whose supervisor is gone; return the pids.
+
+    None must be seen twice: a process in the middle of an exec shows no environment.
+    """
     killed: set[int] = set()
-    end = time.monotonic() + GRACE
+    end, seen = time.monotonic() + GRACE, True
     while time.monotonic() < end:
         left = place.processes_of(where)
-        if not left:
+        if not left and not seen:
             break
+        seen = bool(left)
         killed.update(left)
         for pid in left:
             try:
