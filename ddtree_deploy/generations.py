@@ -13,9 +13,9 @@ from ddtree_deploy.errors import UsageProblem
 from ddtree_deploy.events import Emit, Note, Step, ignore
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.models import GenerationInfo, Proofs, RolledBack, Status, Use
+from ddtree_deploy.push_request import ROOTS
 from ddtree_deploy.session import Reply, Session
 from ddtree_deploy.snapshot import import_proof
-from ddtree_deploy.transfer import ROOTS, failed_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,8 @@ def rollback(
         rows = session.ask("probe-live", modules, patience=3600.0, confirm_timeout=confirm_timeout, **probing).value
         proofs = Proofs(where="live", imports=tuple(import_proof(row) for row in rows))
         if not proofs.ok:
+            from ddtree_deploy.push_steps import failed_lines
+
             # The generation we came from may be just as broken; then the user's choice stands.
             lines = "; ".join(failed_lines(proofs)[:3])
             emit(Note(host.name, f"a package does not import in the restored generation either: {lines}", "warn"))

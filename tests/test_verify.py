@@ -12,9 +12,10 @@ from ddtree_deploy.errors import UsageProblem
 from ddtree_deploy.events import Event, Note
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.models import Plan
+from ddtree_deploy.push_request import PushOptions
 from ddtree_deploy.snapshot import take
 from ddtree_deploy.store import Store
-from ddtree_deploy.transfer import PushOptions, push
+from ddtree_deploy.transfer import push
 from ddtree_deploy.verify import verify
 from tests.fixtures.venvs import Dist, contents, install, make_venv, site
 

@@ -49,9 +49,10 @@ def diff(
 ) -> int:
     """Show what a push would change: packages, and files with --files."""
     from ddtree_deploy.config import load
+    from ddtree_deploy.push_request import PushOptions
     from ddtree_deploy.render import plan_views
     from ddtree_deploy.store import Store
-    from ddtree_deploy.transfer import PushOptions, plan_push
+    from ddtree_deploy.transfer import plan_push
 
     store = Store.open()
     options = PushOptions(only=tuple(only or ()), with_=tuple(with_ or ()), roots=load().roots)
@@ -149,9 +150,10 @@ def push(
     """
     from ddtree_deploy.commands import pushing
     from ddtree_deploy.config import load
+    from ddtree_deploy.push_request import PushOptions
     from ddtree_deploy.render import plan_views, views
     from ddtree_deploy.store import Store
-    from ddtree_deploy.transfer import PushOptions, plan_push
+    from ddtree_deploy.transfer import plan_push
 
     config, store = load(), Store.open()
     identity = store.resolve(snapshot)

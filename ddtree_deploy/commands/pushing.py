@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from ddtree_deploy.events import Emit, Event
     from ddtree_deploy.hosts.base import Host
     from ddtree_deploy.models import Plan, Pushed
+    from ddtree_deploy.push_request import PushOptions
     from ddtree_deploy.relay import Relay
     from ddtree_deploy.store import Store
-    from ddtree_deploy.transfer import PushOptions
 
 
 def push_one(
