@@ -17,6 +17,7 @@ ALLOWED_SKIPS = (
     "needs zsh",
     "needs fish",
     "needs systemd",
+    "needs DDTREE_SWEEP=all",
     "this file system has no reflinks",
 )
 

@@ -173,7 +173,7 @@ def test_a_server_survives_a_fault_at_any_system_call(place: Place, tmp_path: Pa
     report("P2 launch and stop, system calls", tried=len(chosen), **results)
 
 
-@pytest.mark.skipif(not (EVERYTHING and strace_works()), reason="waits for half a minute: with DDTREE_SWEEP=all, and strace")
+@pytest.mark.skipif(not (EVERYTHING and strace_works()), reason="needs DDTREE_SWEEP=all, and strace: it waits for half a minute")
 def test_a_supervisor_that_can_not_write_is_found_and_stopped(place: Place, tmp_path: Path) -> None:
     """Its disk is full from the beginning: the server runs, is shown, and ends when it is told to."""
     wrapper = tmp_path / "python"
