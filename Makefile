@@ -4,7 +4,7 @@
 demo: ## the main job on this machine
 	scripts/demo
 
-test: ## lint, types and every tier of tests (about half an hour)
+test: ## lint, types and every tier of tests (the better part of an hour on two cores)
 	scripts/test
 
 fast: ## the tests that take less than three minutes

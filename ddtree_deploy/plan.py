@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from packaging.utils import canonicalize_name
@@ -293,11 +293,6 @@ def _place_checks(target: Inventory, result: Manifest, judged: bool = False) -> 
         text = f"{len(result.files)} inodes are needed there, {target.free_inodes} are free"
         out.append(Check("K12-space", "block", text, mount))
     return tuple(out)
-
-
-def with_checks(plan: Plan, checks: Sequence[Check], uses: Sequence[Use] = ()) -> Plan:
-    """Return the plan with more checks and uses."""
-    return replace(plan, checks=(*plan.checks, *checks), uses=(*plan.uses, *uses))
 
 
 def probe_modules(plan: Plan, roots: Sequence[str]) -> list[str]:

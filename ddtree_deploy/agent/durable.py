@@ -27,21 +27,6 @@ def exchange(one: str, other: str) -> None:
         raise OSError(code, os.strerror(code), one)
 
 
-def can_exchange(directory: str) -> bool:
-    """Tell whether the file system of `directory` can exchange a directory with a link, by doing it to two of our own."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix=".ddtree-probe-", dir=directory) as scratch:
-        one, other = os.path.join(scratch, "a"), os.path.join(scratch, "b")
-        os.mkdir(one)
-        os.symlink("a", other)
-        try:
-            exchange(one, other)
-        except OSError:
-            return False
-        return os.path.islink(one) and os.path.isdir(other)
-
-
 def sync_file_system(path: str) -> None:
     """Flush everything that was written to the file system of `path` (syncfs(2)): one call for tens of thousands of files."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

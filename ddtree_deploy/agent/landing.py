@@ -1,4 +1,4 @@
-"""Objects on the way in: each gets its name, in one step, only once its hash is right."""
+"""Objects on the way in: none gets its name before its hash is right."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class _Behind:
 
 
 class Landing:
-    """Receive objects into a directory, under their digests; nothing else is ever left there under such a name.
+    """Receive objects into a directory, under their digests.
+
+    A kill can leave a part of a small one under its name: who resumes hashes what is there (`stage.missing`).
 
     `bad` collects the digests whose bytes were something else; nothing of those is kept. After the first file-system error, which
     ends up in `error`, the rest of the stream is read and dropped, so that the connection stays in step.
