@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import io
 import os
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from ddtree_deploy.commands import bench, export, host_state, launch, machine, overlay, place, push, snapshots, verify
+#: The modules of `commands/`, in the order of the help, and what each adds. A run loads the one that it needs.
+FAMILIES = {
+    "snapshots": ("snapshot", "ls", "show", "cache"),
+    "export": ("export",),
+    "push": ("diff", "push"),
+    "place": ("put", "venvs"),
+    "verify": ("verify",),
+    "overlay": ("overlay",),
+    "launch": ("launch", "logs", "stop", "restart"),
+    "bench": ("bench", "tune"),
+    "host_state": ("status", "rollback", "generations", "lock", "audit"),
+    "machine": ("demo", "doctor", "hosts", "config"),
+}
 
 
 def _version(wanted: bool) -> None:
@@ -34,8 +48,11 @@ def _root(
     """
 
 
-def build() -> typer.Typer:
-    """Make the application. On a terminal its help is drawn with rich, elsewhere it is plain text."""
+def build(argv: Sequence[str] = ()) -> typer.Typer:
+    """Make the application, or as much of it as the command line `argv` needs.
+
+    On a terminal its help is drawn with rich, elsewhere it is plain text.
+    """
     app = typer.Typer(
         name="ddtree-deploy",
         no_args_is_help=True,
@@ -45,8 +62,8 @@ def build() -> typer.Typer:
         epilog="Exit codes: docs/exit-codes.md",
     )
     app.callback()(_root)
-    for family in (snapshots, export, push, place, verify, overlay, launch, bench, host_state, machine):
-        family.register(app)
+    for family in [name for name, commands in FAMILIES.items() if argv and argv[0] in commands] or FAMILIES:
+        importlib.import_module(f"ddtree_deploy.commands.{family}").register(app)
     return app
 
 
@@ -74,7 +91,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files may be any bytes
     try:
-        sys.exit(build()(prog_name="ddtree-deploy", standalone_mode=False) or 0)
+        sys.exit(build(sys.argv[1:])(prog_name="ddtree-deploy", standalone_mode=False) or 0)
     except typer.TyperException as problem:
         sys.exit(_usage(problem, sys.argv[1:]))
     except BrokenPipeError:

@@ -203,10 +203,12 @@ def _overlays(store: Store, keep: bool) -> tuple[Overlay, ...]:
 
 
 def _allowances(texts: list[str], reason: str) -> tuple[Allowance, ...]:
+    if not texts:
+        return ()
     from ddtree_deploy.abi import Allowance
     from ddtree_deploy.errors import UsageProblem
 
-    if texts and not reason:
+    if not reason:
         raise UsageProblem("--allow needs a reason", mend='say why with `--reason "..."`: it is kept in the host\'s ledger')
     try:
         return tuple(Allowance.parse(text, reason) for text in texts)
