@@ -55,6 +55,7 @@ digests = {path(n): digest(n) for n in range(N)}
 """
 TREE = """
 from ddtree_deploy.agent import walk, layout, stage, durable, prove
+from ddtree_deploy.agent.sources import gather
 root = os.path.join(HERE, "venv-%d" % N, "lib/python3.11/site-packages")
 found = layout.Layout(os.path.join(HERE, "venv-%d" % N), "lib/python3.11/site-packages")
 class Quiet:
@@ -126,7 +127,7 @@ DISK: dict[str, tuple[str, str]] = {
     "agent: build the tree by links": (
         TREE + "entries = walk.walk(root)\n"
         "vouch = [[e[0], e[4], e[5], e[3], e[6], e[7], digest(int(e[0].split('_')[1][:-3]))] for e in entries]\n"
-        "wanted = sorted((v[0], 'f', e[2], e[3], v[6]) for v, e in zip(vouch, entries))\nsources = stage.gather(found, entries, vouch)\n"
+        "wanted = sorted((v[0], 'f', e[2], e[3], v[6]) for v, e in zip(vouch, entries))\nsources = gather(found, entries, vouch)\n"
         "os.makedirs(found.directory(1))",
         "index, used = stage.build(Quiet(), found, found.tree(1), wanted, sources)\nstage.stamp(index, walk.walk(found.tree(1)))\n"
         "index.save(os.path.join(found.directory(1), 'index'))",

@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from threading import Thread
 
+from ddtree_deploy.agent.ahead import ahead
 from ddtree_deploy.errors import DeployError, HostUnreachable, IntegrityFailure, RestoreUnconfirmed, RevertedAfterFailure
 from ddtree_deploy.events import Emit, Note, Step
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.session import Session
 
 
-def confirm(host: Host, tx: str, generation: int, previous: int, seconds: float, emit: Emit) -> None:
+class Fresh:
+    """A connection that is begun after a switch, and is ready by the time that the live tree is proved."""
+
+    def __init__(self, host: Host, emit: Emit) -> None:
+        self._session = ahead(lambda: Session(host, writable=True, emit=emit))
+
+    def take(self) -> Session:
+        """Return the connection, to be closed by the caller; raises what making it raised."""
+        return self._session()
+
+    def drop(self) -> None:
+        """Close what nobody took; not waited for, since a connection may take its time to fail."""
+        Thread(target=self._close, daemon=True).start()
+
+    def _close(self) -> None:
+        with contextlib.suppress(DeployError):
+            self._session().close()
+
+
+def confirm(host: Host, tx: str, generation: int, previous: int, seconds: float, emit: Emit, fresh: Fresh | None = None) -> None:
     """Confirm the switch `tx` within `seconds`; return only when the ledger says `confirmed`.
 
+    `fresh` is tried first: a connection that was begun after the switch. Whatever fails is tried anew until the deadline.
     Raises RevertedAfterFailure when the host went back, RestoreUnconfirmed when the ledger could not be read.
     """
     emit(Step(host.name, "confirm from a fresh connection"))
     deadline = time.monotonic() + seconds
     while True:
         try:
-            with Session(host, writable=True, emit=emit) as session:
+            first, fresh = fresh, None
+            with first.take() if first else Session(host, writable=True, emit=emit) as session:
                 outcome = session.ask("confirm", venv=host.venv, tx=tx).fields["outcome"]
             break
         except DeployError as problem:

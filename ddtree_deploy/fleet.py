@@ -9,15 +9,14 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from ddtree_deploy.errors import DeployError, RestoreUnconfirmed
 from ddtree_deploy.events import Event, Step
 from ddtree_deploy.hosts.base import Host
-from ddtree_deploy.models import Manifest, Plan, Pushed
-from ddtree_deploy.store import Store
+from ddtree_deploy.models import Plan, Pushed
 
 
 class State(Enum):
@@ -185,28 +184,3 @@ class Fleet:
 def _bug(host: Host, caught: Exception) -> DeployError:
     trace = traceback.format_exception(caught)
     return DeployError(f"internal error at `{host.name}`: {type(caught).__name__}: {caught}", causes=tuple(trace[-2:]))
-
-
-class ReadOnce(Store):
-    """A store as a fleet reads it: a manifest is decoded, and its objects are looked for, once for all hosts."""
-
-    def __init__(self, store: Store) -> None:
-        super().__init__(store.root)
-        self.remembers = store.remembers
-        self._reading = threading.Lock()
-        self._manifests: dict[str, Manifest] = {}
-        self._absent: dict[int, list[str]] = {}
-
-    def manifest(self, name: str) -> Manifest:
-        """Return a snapshot's manifest (see Store); all threads get the same one."""
-        with self._reading:
-            if name not in self._manifests:
-                self._manifests[name] = super().manifest(name)
-            return self._manifests[name]
-
-    def absent(self, manifest: Manifest, stored: Collection[str] | None = None) -> list[str]:
-        """Return the digests of a snapshot that the store does not have, as they were when it was asked first."""
-        with self._reading:
-            if id(manifest) not in self._absent:
-                self._absent[id(manifest)] = super().absent(manifest, stored)
-            return self._absent[id(manifest)]

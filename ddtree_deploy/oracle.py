@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from ddtree_deploy.events import Note, Step
 from ddtree_deploy.models import Check, FileEntry, Manifest
 from ddtree_deploy.session import Session
 from ddtree_deploy.store import Store
+
+_MATTERS = re.compile(r"\.so[^/]*\Z|\.dist-info/METADATA\Z|torch/(?:__init__|version)\.py\Z|\.pth\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +131,8 @@ def shape(files: Sequence[FileEntry]) -> str:
 
     Two trees of one shape on one host have one verdict, so a push that only changes other files need not be judged again.
     """
-    rows = [[e.path, e.digest] for e in files if _matters(e.path)]
+    rows = [[e.path, e.digest] for e in files if _MATTERS.search(e.path)]
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-
-
-def _matters(path: str) -> bool:
-    base = path.rpartition("/")[2]
-    return ".so" in base or path.endswith((".dist-info/METADATA", "torch/__init__.py", "torch/version.py")) or base.endswith(".pth")
 
 
 def unchanged(generation: int) -> tuple[Check, ...]:

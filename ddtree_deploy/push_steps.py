@@ -12,7 +12,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from ddtree_deploy import oracle
-from ddtree_deploy.confirmation import outcome_after_loss
+from ddtree_deploy.confirmation import Fresh, outcome_after_loss
 from ddtree_deploy.errors import DeployError, HostUnreachable, IntegrityFailure, ProofFailed, RestoreUnconfirmed, RevertedAfterFailure
 from ddtree_deploy.events import Emit, Note, Step
 from ddtree_deploy.hosts.base import Host
@@ -47,6 +47,7 @@ class PushSteps:
     sent: Sent = field(default_factory=Sent)
     proofs: list[Proofs] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
+    fresh: Fresh | None = None
 
     def ask(self, op: str, value: Any = None, **fields: Any) -> Any:
         return self.session.ask(op, value, patience=3600.0, **fields)
@@ -74,7 +75,7 @@ class PushSteps:
     def stage(self, seen: Survey, base: Survey | None) -> None:
         """Send what is missing, build the tree."""
         plan = self.plan
-        rows = [[e.path, e.kind, e.mode, e.size, e.digest] for e in plan.result.files]
+        rows = [entry[:5] for entry in plan.result.files]
         result = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
         with self.clock("stage"):
             info = {
@@ -165,7 +166,18 @@ class PushSteps:
         return {"user": self.host.service_user, "env": dict(self.host.service_env), "timeout": self.options.probe_timeout}
 
     def switch(self) -> tuple[str, int, int]:
-        """Switch and probe the live tree; return (transaction, generation, previous). Raises when the host went back."""
+        """Switch and probe the live tree; return (transaction, generation, previous). Raises when the host went back.
+
+        What the confirmation takes, `fresh`, is dropped when there will be none.
+        """
+        try:
+            return self._switch()
+        except BaseException:
+            if self.fresh is not None:
+                self.fresh.drop()
+            raise
+
+    def _switch(self) -> tuple[str, int, int]:
         modules = probe_modules(self.plan, self.options.roots) if self.options.verify else []
         budget = self.options.confirm_timeout + (self.options.probe_timeout * max(1, len(modules) / 2) if modules else 0)
         try:
@@ -173,6 +185,8 @@ class PushSteps:
                 self.step("switch")
                 done = self.ask("switch", deadline=budget, accept_gap=self.options.accept_gap).fields
             tx, generation, previous = done["tx"], done["generation"], done["previous"]
+            # Only from here on is a connection one that the switched host let in; it is made while the live tree is proved.
+            self.fresh = Fresh(self.host, self.emit)
             with self.clock("imports"):
                 rows = self.ask("probe-live", modules, confirm_timeout=self.options.confirm_timeout, **self._probing()).value
         except (HostUnreachable, IntegrityFailure) as error:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ddtree_deploy.agent.ahead import ahead
 from ddtree_deploy.confirmation import confirm
 from ddtree_deploy.errors import (
     Incompatible,
@@ -17,6 +18,7 @@ from ddtree_deploy.events import Emit, Step, ignore
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.models import Inventory, Manifest, Plan, Pushed, Use
 from ddtree_deploy.push_request import Clock, PushOptions, asked
+from ddtree_deploy.read_once import ReadOnce
 from ddtree_deploy.session import Session
 from ddtree_deploy.store import Store
 from ddtree_deploy.survey import Survey, inventory, survey
@@ -60,37 +62,39 @@ def push(
     if not store.ref(snapshot_id).complete:
         _loaded(store, snapshot_id)  # known to lack something: unless that came back, the host is not even contacted
     parts = ("relay",) if relay else ()
+    once = store if isinstance(store, ReadOnce) else ReadOnce(store)
     with store.lock("push", shared=True), Session(host, writable=True, emit=emit, parts=parts) as session:
+        ahead(lambda: _read_ahead(once, snapshot_id))
         if options.create and not _there(session):
-            _create(session, _loaded(store, snapshot_id))
+            _create(session, _loaded(once, snapshot_id))
         with clock("look"):
-            seen = survey(session, store, unless=asked(snapshot_id, options), whole=False)
+            seen = survey(session, once, unless=asked(snapshot_id, options), whole=False)
             if seen.same:
                 return _already(host, snapshot_id, seen.fields, clock)
-            plan, base = _plan(session, store, snapshot_id, _loaded(store, snapshot_id), options, seen)
+            plan, base = _plan(session, once, snapshot_id, _loaded(once, snapshot_id), options, seen)
         if plan.empty and plan.base_generation is not None and not seen.fields["unfinished"]:
             return _already(host, snapshot_id, seen.fields, clock)
         _approved(plan, approve)
         from ddtree_deploy.push_steps import PushSteps
 
-        work = PushSteps(host, store, session, plan, options, clock, emit, relay)
+        work = PushSteps(host, once, session, plan, options, clock, emit, relay)
         if work.begin():
             # An earlier run was brought to its end, which moved stamps, and may have moved the live link: look again.
-            seen = survey(session, store)
-            work.plan, base = _plan(session, store, snapshot_id, _loaded(store, snapshot_id), options, seen)
+            seen = survey(session, once)
+            work.plan, base = _plan(session, once, snapshot_id, _loaded(once, snapshot_id), options, seen)
             if work.plan.base != plan.base:
                 plan = work.plan
                 if plan.empty and plan.base_generation is not None:
                     return _already(host, snapshot_id, seen.fields, clock)
                 _approved(plan, approve)
         work.stage(seen, base)
-        work.prove(store.proof(snapshot_id))
+        work.prove(once.proof(snapshot_id))
         about_to_switch()
         tx, generation, previous = work.switch()
         uses = tuple(use for use in plan.uses if use.how in ("maps", "exe"))
-    # The connection that switched is closed: only a fresh one proves that the host can still be reached.
+    # The connection that switched is closed: only one that was made since proves that the host can still be reached.
     with clock("confirm"):
-        confirm(host, tx, generation, previous, options.confirm_timeout, emit)
+        confirm(host, tx, generation, previous, options.confirm_timeout, emit, work.fresh)
     return Pushed(
         host=host.name,
         generation=generation,
@@ -107,6 +111,12 @@ def push(
         fed_by=work.fed.by if work.fed else (),
         fed_bytes=work.fed.bytes if work.fed else 0,
     )
+
+
+def _read_ahead(store: ReadOnce, snapshot_id: str) -> None:
+    """Use the time that a connection takes; what fails here fails again where it is needed, and is told there."""
+    if store.read_ahead(snapshot_id):
+        from ddtree_deploy import push_steps  # noqa: F401
 
 
 def _there(session: Session) -> bool:

@@ -8,7 +8,6 @@ import time
 from ddtree_deploy.agent import durable, guardian, layout, locks, switch, tidy, walk
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.push import LAUNCHED, clear, imports, need, opened, unlock
-from ddtree_deploy.agent.reads import venv_python
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -118,13 +117,6 @@ def _revert(push: Push, reason: str) -> str | None:
     return switch.outcome(push.found, push.tx)
 
 
-def confirm(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
-    """Confirm a switch from a fresh connection, and answer what the ledger says."""
-    found = layout.locate(header["venv"])
-    done = switch.confirm(found, str(header["tx"]), venv_python(found.venv), float(header.get("wait", 20)), session.aborted)
-    return {"outcome": done, "live": found.live()}
-
-
 def prune(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Remove generations that may go; needs the lock, which `begin` took."""
     push = opened(session)
@@ -156,7 +148,6 @@ HANDLERS: dict[str, Handler] = {
     "switch": switch_request,
     "probe-live": probe_live,
     "revert": revert,
-    "confirm": confirm,
     "prune": prune,
     "release": release,
 }

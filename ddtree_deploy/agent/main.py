@@ -107,10 +107,10 @@ def take_parts(names: list[str]) -> None:
 
 def _handler(name: str) -> reads.Handler | None:
     if name not in HANDLERS:
-        from ddtree_deploy.agent import writes  # late, as in reads.py: most sessions only look, and are short
-
-        HANDLERS.update(writes.HANDLERS)
-        WRITING.update(writes.HANDLERS)
+        # Late, as in reads.py: most sessions only look, and are short.
+        part = importlib.import_module("ddtree_deploy.agent." + ("confirming" if name == "confirm" else "writes"))
+        HANDLERS.update(part.HANDLERS)
+        WRITING.update(part.HANDLERS)
     return HANDLERS.get(name)
 
 
@@ -151,12 +151,19 @@ def _work(session: Session, requests: Requests) -> None:
             value = frames.unpack(header, payload) if "sha256" in header else None
             result = handler(session, header, value)
             fields, body = frames.pack(result.pop("_big")) if "_big" in result else ({}, b"")
+            then = result.pop("_then", None)
             session.send({"re": session.current, "ok": True, **result, **fields}, body)
         except BaseException as error:  # the connection must answer every request, also a failed one
             hopeless = (isinstance(error, OSError) and error.errno in (28, 122)) or getattr(error, "kind", "") == "stale-plan"
             if hopeless and session.push is not None:
                 session.push.keep_incoming = False  # a resumed push would meet the same full disk, or another plan
             session.send({"re": session.current, "ok": False, "error": _failure(error)})
+            continue
+        if then is not None:
+            try:
+                then()
+            except Exception:  # it was work done early: the request that needs it does it again, and says what is wrong
+                pass
 
 
 def _watch(session: Session, lease: float) -> None:

@@ -15,13 +15,10 @@ from ddtree_deploy.agent.probe import imports
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping
-    from typing import Any
 
+    from ddtree_deploy.agent.layout import Row
     from ddtree_deploy.agent.main import Session
     from ddtree_deploy.agent.walk import Entry
-
-    #: The stamp of a file (`walk.stamp`; no ctime: not compared) and the digest that it vouches for.
-    Known = tuple[tuple[int, int, int, int, int | None], str]
 
 __all__ = ["hashes", "imports", "syntax"]
 
@@ -136,41 +133,40 @@ def _compile(session: Session, python: str, root: str, mode: str, paths: list[st
 
 
 def hashes(
-    session: Session, root: str, entries: list[list[Any]], index: Mapping[str, Known], walked: list[Entry] | None = None,
+    session: Session, root: str, rows: Mapping[str, Row], walked: list[Entry] | None = None, stamps: bool = True,
 ) -> tuple[int, int, list[str]]:
-    """Compare the tree `root` with `entries` (`[path, kind, mode, size, digest]`), which name all of it.
+    """Compare the tree `root` with `rows`, which name all of it (`layout.Index`).
 
-    `index` maps a path to `(walk.stamp, digest)`: a file whose stamp is still that one is vouched for (a ctime of None is
-    not compared), any other is read. `walked` is a walk of `root` made just now. Returns `(hashed, vouched, bad)`: numbers
-    of files, and one line for each difference.
+    With `stamps`, a file whose stamp is still that of its row is vouched for (a ctime of None is not compared); any other is
+    read. `walked` is a walk of `root` made just now. Returns `(hashed, vouched, bad)`: numbers of files, and one line for
+    each difference.
     """
-    expected = {entry[0]: entry for entry in entries}
+    entries = walked if walked is not None else walk.walk(root)
     bad: list[str] = []
     suspects: list[str] = []
-    seen: set[str] = set()
     vouched = 0
-    for found in walked if walked is not None else walk.walk(root):
-        path, kind, mode, size = found[:4]
-        seen.add(path)
-        wanted = expected.get(path)
+    for found in entries:
+        path, kind, mode, size, dev, ino, mtime, ctime, target, _links = found
+        wanted = rows.get(path)
         if wanted is None:
             bad.append("%s: not part of the set" % path)
-        elif kind != wanted[1]:
-            bad.append("%s: %s where %s is expected" % (path, _KINDS.get(kind, kind), _KINDS.get(wanted[1], wanted[1])))
+        elif kind != wanted[0]:
+            bad.append("%s: %s where %s is expected" % (path, _KINDS.get(kind, kind), _KINDS.get(wanted[0], wanted[0])))
         elif kind == "l":
             vouched += 1
-            if found[8] != wanted[4]:
-                bad.append("%s: a link to `%s` where one to `%s` is expected" % (path, found[8], wanted[4]))
-        elif mode != wanted[2]:
-            bad.append("%s: mode %o where %o is expected" % (path, mode, wanted[2]))
-        elif size != wanted[3]:
-            bad.append("%s: %d bytes where %d are expected" % (path, size, wanted[3]))
-        elif _vouched(index.get(path), found, wanted[4]):
+            if target != wanted[3]:
+                bad.append("%s: a link to `%s` where one to `%s` is expected" % (path, target, wanted[3]))
+        elif mode != wanted[1]:
+            bad.append("%s: mode %o where %o is expected" % (path, mode, wanted[1]))
+        elif size != wanted[2]:
+            bad.append("%s: %d bytes where %d are expected" % (path, size, wanted[2]))
+        elif stamps and ino == wanted[5] and mtime == wanted[6] and dev == wanted[4] and wanted[7] in (ctime, None):
             vouched += 1
         else:
             suspects.append(path)
-    bad.extend("%s: missing" % path for path in expected.keys() - seen)
-    total = sum(expected[path][3] for path in suspects)
+    if len(entries) - len(bad) < len(rows):
+        bad.extend("%s: missing" % path for path in rows.keys() - {found[0] for found in entries})
+    total = sum(rows[path][2] for path in suspects)
     done = [0]
 
     def moved(count: int, path: str) -> None:
@@ -184,16 +180,9 @@ def hashes(
         digest = digests.get(path)
         if digest is None:
             bad.append("%s: unreadable, or it changes while it is read" % path)
-        elif digest != expected[path][4]:
-            bad.append("%s: sha256 %s where %s is expected" % (path, digest[:12], expected[path][4][:12]))
+        elif digest != rows[path][3]:
+            bad.append("%s: sha256 %s where %s is expected" % (path, digest[:12], rows[path][3][:12]))
     return len(suspects), vouched, sorted(bad)
-
-
-def _vouched(known: Known | None, found: Entry, digest: str) -> bool:
-    if known is None or known[1] != digest:
-        return False
-    stamp = walk.stamp(found)
-    return known[0] == stamp or (known[0][4] is None and known[0][:4] == stamp[:4])
 
 
 _KINDS = {"f": "a file", "l": "a link", "?": "something else"}

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ddtree_deploy.agent.landing import Landing
     from ddtree_deploy.agent.main import Session
+    from ddtree_deploy.agent.sources import Sources
 
     T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class Push:
         self.journal: dict[str, Any] = {}
         self.info: dict[str, Any] = {}
         self.wanted: list[stage.Wanted] = []
-        self.sources: stage.Sources | None = None
+        self.sources: Sources | None = None
         self.landing: Landing | None = None
         self.index: layout.Index | None = None
         self.used: set[str] = set()

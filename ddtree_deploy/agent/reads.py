@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
     from ddtree_deploy.agent.main import Session
 
-    #: Session, header and structured value of a request; the answer's fields, `_big` for a structured value.
+    #: Session, header and structured value of a request; the answer's fields, `_big` for a structured value, `_then` for what to do
+    #: when it is sent.
     Handler = Callable[[Session, dict[str, Any], Any], dict[str, Any]]
 
 
@@ -131,12 +133,16 @@ def fetch(session: Session, header: dict[str, Any], value: list[Any]) -> dict[st
     return {"changed": changed}
 
 
-def users(_session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
+def users(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
     """Return the processes that use files of the venv's trees."""
     from ddtree_deploy.agent import procs
 
     found = layout.locate(header["venv"])
-    return {"_big": procs.users_of([os.path.realpath(found.site), found.generations, found.site])}
+    return {
+        "_big": procs.users_of([os.path.realpath(found.site), found.generations, found.site]),
+        # The controller plans a push now; to compile the code for it here takes as long as that.
+        "_then": None if session.read_only else lambda: importlib.import_module("ddtree_deploy.agent.writes"),
+    }
 
 
 def look(_session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
@@ -167,9 +173,11 @@ def drift(session: Session, header: dict[str, Any], _value: object) -> dict[str,
     live = found.live()
     if live is None:
         return {"_big": {"changed": [], "added": [], "removed": [], "unknown": True}}
-    root = found.tree(live)
-    index = layout.Index.load(os.path.join(found.directory(live), "index")) or layout.Index()
+    root, file = found.tree(live), os.path.join(found.directory(live), "index")
     entries = walk.walk(root)
+    if layout.Index.seal_of(file) == walk.seal(entries):
+        return {"_big": {"changed": [], "added": [], "removed": [], "unknown": False}}
+    index = layout.Index.load(file) or layout.Index()
     seen = {entry[0] for entry in entries}
     added = [entry[0] for entry in entries if entry[0] not in index.rows]
     removed = [path for path in index.rows if path not in seen]
@@ -211,9 +219,7 @@ def hashes(session: Session, header: dict[str, Any], _value: object) -> dict[str
     index = None if live is None else layout.Index.load(os.path.join(found.directory(live), "index"))
     if live is None or index is None:
         raise Failure("usage", "`%s` has no generation of ours to compare with" % found.venv, mend="push to it first")
-    expected = [[path, row[0], row[1], row[2], row[3]] for path, row in sorted(index.rows.items())]
-    stamps = {} if header.get("deep") else {path: ((row[4], row[5], row[2], row[6], row[7]), row[3]) for path, row in index.rows.items()}
-    hashed, vouched, bad = prove.hashes(session, found.tree(live), expected, stamps)
+    hashed, vouched, bad = prove.hashes(session, found.tree(live), index.rows, stamps=not header.get("deep"))
     return {"hashed": hashed, "vouched": vouched, "generation": live, "_big": bad}
 
 

@@ -101,7 +101,7 @@ def regenerate(site: str, bin_dir: str, python: str, former: Container[str] = ()
     `{written, removed, kept}`, sorted names; `kept` are hand-made files in the place of a console script.
     """
     wanted = {}
-    for dist in dists.read_distributions(site):
+    for dist in dists.read_distributions(site, records=False):
         for name, target in dist["scripts"]:
             if _NAME.match(name) and not _KEPT.match(name) and _TARGET.match(target):
                 wanted[name] = (dist["name"], target)

@@ -11,17 +11,14 @@ from ddtree_deploy.agent.paths import HostilePath, Tree, parse, parse_link
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any
 
     from ddtree_deploy.agent.main import Session
+    from ddtree_deploy.agent.sources import Sources
     from ddtree_deploy.agent.walk import Entry
 
     #: path, kind, mode, size, digest (a link's: its target).
     Wanted = tuple[str, str, int, int, str]
-    #: The root of a tree, and its entry.
-    Source = tuple[str, Entry]
-    DigestOf = Callable[[Entry], str | None]
 
 MAX_FILES = 2_000_000
 MODES = (0o644, 0o755)
@@ -78,88 +75,23 @@ def apply_delta(index: layout.Index, changes: object, gone: list[str]) -> list[W
     wanted = {path: (path, row[0], row[1], row[2], row[3]) for path, row in index.rows.items()}
     for path in gone:
         wanted.pop(path, None)
-    for row in parse_result(changes):
-        wanted[row[0]] = row
-    faults = _shadows(wanted)
+    known = len(wanted)
+    wanted.update((row[0], row) for row in parse_result(changes))
+    # Files in the place of files shadow nothing that they did not shadow before.
+    faults = _shadows(wanted) if len(wanted) > known else []
     if faults:
         raise Failure("integrity", "the manifest is malformed or hostile, %d faults" % len(faults), causes=faults[:20])
     return sorted(wanted.values())
 
 
-class Sources:
-    """Where wanted content already lies: `(tree root, entry of a walk)`; the live tree first, other generations when that lacks it."""
-
-    def __init__(self, found: layout.Layout, live_root: str, live_entries: list[Entry], digest_of: DigestOf) -> None:
-        self.found = found
-        self.by_path: dict[str, tuple[str, str, Entry]] = {}
-        self.by_digest: dict[str, Source] = {}
-        self._others: dict[str, list[tuple[str, str, layout.Row]]] | None = None
-        for entry in live_entries:
-            digest = digest_of(entry) if entry[1] == "f" else None
-            if digest:
-                self.by_path[entry[0]] = (digest, live_root, entry)
-                self.by_digest.setdefault(digest, (live_root, entry))
-
-    def add_tree(self, root: str, entries: list[Entry], digest_of: DigestOf) -> None:
-        for entry in entries:
-            digest = digest_of(entry) if entry[1] == "f" else None
-            if digest:
-                self.by_digest.setdefault(digest, (root, entry))
-
-    def find(self, path: str, digest: str) -> Source | None:
-        """Return `(root, entry)` of a file with that content, or None."""
-        same = self.by_path.get(path)
-        if same is not None and same[0] == digest:
-            return same[1], same[2]
-        return self.by_digest.get(digest) or self._elsewhere(digest)
-
-    def _elsewhere(self, digest: str) -> Source | None:
-        if self._others is None:
-            self._others = {}
-            live = self.found.live()
-            for number in sorted(self.found.numbers(), reverse=True):
-                index = layout.Index.load(os.path.join(self.found.directory(number), "index")) if number != live else None
-                for path, row in (index.rows if index else {}).items():
-                    if row[0] == "f":
-                        self._others.setdefault(row[3], []).append((self.found.tree(number), path, row))
-        for root, path, row in self._others.get(digest, ()):
-            try:
-                info = os.lstat(os.path.join(root, path))
-            except OSError:
-                continue
-            if (info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns) == (row[2], *row[4:]):
-                entry = (path, "f", info.st_mode & 0o777, *row[2:3], *row[4:7], info.st_ctime_ns, "", info.st_nlink)
-                return self.by_digest.setdefault(digest, (root, entry))
-        return None
-
-
-def gather(found: layout.Layout, live_entries: list[Entry], vouch: list[list[Any]]) -> Sources:
-    """Return the Sources of a venv; `vouch` has stamps and digests that the controller knows for files without an index."""
-    live = found.live()
-    known = _by_stamps(vouch)
-    index = None if live is None else layout.Index.load(os.path.join(found.directory(live), "index"))
-    digest_of = (lambda entry: index.digest(entry) or known(entry)) if index else known
-    return Sources(found, found.site if live is None else found.tree(live), live_entries, digest_of)
-
-
-def _by_stamps(vouch: list[list[Any]]) -> DigestOf:
-    stamps = {row[0]: (tuple(row[1:6]), row[6]) for row in vouch}
-
-    def digest_of(entry: Entry) -> str | None:
-        known = stamps.get(entry[0])
-        return known[1] if known is not None and known[0] == walk.stamp(entry) else None
-
-    return digest_of
-
-
-def add_base(sources: Sources, root: str, vouch: list[list[Any]]) -> None:
-    """Let another venv of the host (`push --create --base`) be a source too, by the stamps that the controller vouches for."""
-    sources.add_tree(root, walk.walk(root), _by_stamps(vouch))
-
-
 def missing(wanted: list[Wanted], sources: Sources, found: layout.Layout) -> dict[str, int]:
     """Return `{digest: size}` of the content that has to be sent; what a cut push left behind is hashed before it counts."""
-    need = {digest: size for path, kind, _mode, size, digest in wanted if kind == "f" and sources.find(path, digest) is None}
+    here = {path: known[0] for path, known in sources.by_path.items()}
+    need = {
+        digest: size
+        for path, kind, _mode, size, digest in wanted
+        if kind == "f" and here.get(path) != digest and sources.find(path, digest) is None
+    }
     os.makedirs(found.incoming, mode=0o700, exist_ok=True)
     buffer = bytearray(1 << 20)
     for name in os.listdir(found.incoming):
@@ -190,23 +122,33 @@ def build(session: Session, found: layout.Layout, root: str, wanted: list[Wanted
     os.chmod(root, 0o755)
     rows: dict[str, layout.Row] = {}
     used: set[str] = set()
-    total = len(wanted)
     trees: dict[str, Tree] = {}
+    directory, at, there = None, -1, -1  # where the loop is, its descriptor, and that of the live tree's namesake
     with Tree(root) as out:
         try:
-            for count, (path, kind, mode, size, digest) in enumerate(wanted):
+            # A directory at a time, so that each is opened once.
+            for count, (path, kind, mode, size, digest) in enumerate(sorted(wanted, key=lambda row: row[0].rpartition("/"))):
                 if count % 512 == 0:
                     if session.aborted():
                         raise Failure("interrupted", "the push was cancelled while the new generation was built")
-                    session.progress("stage", count, total, "files", path)
-                at, base = out.parent(path, create=True)
+                    session.progress("stage", count, len(wanted), "files", path)
+                parent, _, base = path.rpartition("/")
+                if parent != directory:
+                    directory, at, there = parent, out.parent(path, create=True)[0], -1
+                same = sources.by_path.get(path)
+                if same is not None and same[0] == digest and same[2][2] == mode and kind == "f":
+                    entry = same[2]
+                    if there < 0:
+                        there = _tree(trees, same[1]).parent(path)[0]
+                    if _link(there, base, at, base, path):
+                        rows[path] = ("f", mode, size, digest, entry[4], entry[5], entry[6], None)
+                        continue
                 source = sources.find(path, digest) if kind == "f" else None
+                there = -1  # what follows may look elsewhere in that tree
                 if kind == "l":
                     os.symlink(digest, base, dir_fd=at)
-                elif source is not None and source[1][2] == mode and _link(trees, source, at, base):
-                    entry = source[1]
-                    rows[path] = ("f", mode, size, digest, entry[4], entry[5], entry[6], None)
-                    continue
+                elif source is not None and source[1][2] == mode and _link(*_tree(trees, source[0]).parent(source[1][0]), at, base, path):
+                    pass
                 elif source is not None:
                     _copy_from(_tree(trees, source[0]), source[1], at, base, mode)
                 else:
@@ -224,7 +166,7 @@ def stamp(index: layout.Index, entries: list[Entry]) -> None:
     """Complete the stamps of an index from a walk of its tree that was just proved."""
     for entry in entries:
         row = index.rows[entry[0]]
-        index.rows[entry[0]] = (*row[:4], entry[4], entry[5], entry[6], entry[7])
+        index.rows[entry[0]] = (row[0], row[1], row[2], row[3], entry[4], entry[5], entry[6], entry[7])
 
 
 def _tree(trees: dict[str, Tree], root: str) -> Tree:
@@ -233,12 +175,12 @@ def _tree(trees: dict[str, Tree], root: str) -> Tree:
     return trees[root]
 
 
-def _link(trees: dict[str, Tree], source: Source, at: int, base: str) -> bool:
-    source_at, source_base = _tree(trees, source[0]).parent(source[1][0])
+def _link(source_at: int, source: str, at: int, base: str, path: str) -> bool:
+    """Link a file into the new tree; tell whether that was possible."""
     try:
-        os.link(source_base, base, src_dir_fd=source_at, dst_dir_fd=at, follow_symlinks=False)
+        os.link(source, base, src_dir_fd=source_at, dst_dir_fd=at, follow_symlinks=False)
     except FileNotFoundError:
-        raise Failure("stale-plan", "`%s` went away on the host while the push was prepared" % source[1][0]) from None
+        raise Failure("stale-plan", "`%s` went away on the host while the push was prepared" % path) from None
     except OSError as error:
         if error.errno not in (1, 18, 31):  # EPERM (protected_hardlinks), EXDEV, EMLINK: a copy will do
             raise
@@ -265,7 +207,8 @@ def _take(found: layout.Layout, digest: str, at: int, base: str, mode: int, agai
     path = os.path.join(found.incoming, digest)
     if not again:
         os.link(path, base, dst_dir_fd=at, follow_symlinks=False)
-        os.chmod(base, mode, dir_fd=at)
+        if mode != 0o644:  # what `landing` gives
+            os.chmod(base, mode, dir_fd=at)
         return
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
@@ -296,32 +239,29 @@ def keep_bytecode(root: str, index: layout.Index, sources: Sources) -> None:
 
     Python replaces a .pyc by rename and checks it against the source's mtime and size, so sharing one is safe (PEP 3147).
     """
-    made: set[str] = set()
+    kept: dict[str, set[str]] = {}
+    live_root = ""
     for path, row in index.rows.items():
-        if not path.endswith(".py") or row[0] != "f":
+        if path.endswith(".py"):
+            source = sources.by_path.get(path)
+            if source is not None and source[2][5] == row[5] and row[0] == "f":
+                directory, _, name = path.rpartition("/")
+                kept.setdefault(directory, set()).add(name[:-3])
+                live_root = source[1]
+    for directory, stems in kept.items():
+        cache = os.path.join(live_root, directory, "__pycache__")
+        try:
+            names = os.listdir(cache)
+        except OSError:
             continue
-        source = sources.by_path.get(path)
-        if source is None or source[2][5] != row[5]:
-            continue
-        directory = path.rpartition("/")[0]
-        cache = os.path.join(source[1], directory, "__pycache__")
-        if cache not in made:
-            made.add(cache)
-            try:
-                names = os.listdir(cache)
-            except OSError:
-                continue
-            target = os.path.join(root, directory, "__pycache__")
-            os.mkdir(target)
-            for pyc in names:
-                stem = pyc.split(".", 1)[0]
-                peer = index.rows.get((directory + "/" if directory else "") + stem + ".py")
-                theirs = sources.by_path.get((directory + "/" if directory else "") + stem + ".py")
-                if pyc.endswith(".pyc") and peer and theirs and theirs[2][5] == peer[5]:
-                    try:
-                        os.link(os.path.join(cache, pyc), os.path.join(target, pyc))
-                    except OSError:
-                        continue
+        target = os.path.join(root, directory, "__pycache__")
+        os.mkdir(target)
+        for pyc in names:
+            if pyc.endswith(".pyc") and pyc.split(".", 1)[0] in stems:
+                try:
+                    os.link(os.path.join(cache, pyc), os.path.join(target, pyc))
+                except OSError:
+                    continue
 
 
 def consume(found: layout.Layout, root: str, index: layout.Index, used: set[str]) -> None:

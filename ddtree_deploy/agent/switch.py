@@ -78,7 +78,7 @@ def mend_gap(found: Layout) -> None:
 
 def flip(found: Layout, number: int, python: str) -> None:
     """Make generation `number` live, and the console scripts those of its distributions."""
-    former = [name for dist in dists.read_distributions(found.site) for name, _target in dist["scripts"]]
+    former = [name for dist in dists.read_distributions(found.site, records=False) for name, _target in dist["scripts"]]
     durable.replace_link(found.site, found.link_text(number))
     scripts.regenerate(found.tree(number), os.path.join(found.venv, "bin"), python, former)
 

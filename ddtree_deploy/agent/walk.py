@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
+import marshal
 import os
 import queue
 import stat
@@ -16,6 +16,7 @@ from ddtree_deploy.agent.paths import HostilePath, Tree
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import Any
 
     #: What `walk` returns of a file or link: path, kind, mode, size, dev, ino, mtime_ns, ctime_ns, target, nlink.
     Entry = tuple[str, str, int, int, int, int, int, int, str, int]
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 #: A digest is only remembered for a file that was last touched this long before it was looked at (git's racily-clean rule).
 RACY_NS = 1_000_000_000
 SKIPPED_DIRS = frozenset(["__pycache__"])
+_KIND = 0o170000  # the bits that S_IFMT leaves; a call for each file would be felt
 
 
 def walk(root: str, directories: dict[str, int] | None = None) -> list[Entry]:
@@ -56,18 +58,17 @@ def _list(root: str, prefix: str, out: list[Entry], stack: list[str], directorie
         for entry in entries:
             path = prefix + entry.name
             info = entry.stat(follow_symlinks=False)
-            kind = stat.S_IFMT(info.st_mode)
-            if kind == stat.S_IFDIR:
-                if entry.name not in SKIPPED_DIRS:
-                    stack.append(path + "/")
-                    if directories is not None:
-                        directories[path] = info.st_mtime_ns
-                continue
+            kind = info.st_mode & _KIND
             if kind == stat.S_IFREG:
                 out.append(
                     (path, "f", info.st_mode & 0o777, info.st_size, info.st_dev, info.st_ino,
                      info.st_mtime_ns, info.st_ctime_ns, "", info.st_nlink)
                 )
+            elif kind == stat.S_IFDIR:
+                if entry.name not in SKIPPED_DIRS:
+                    stack.append(path + "/")
+                    if directories is not None:
+                        directories[path] = info.st_mtime_ns
             elif kind == stat.S_IFLNK:
                 target = os.readlink(entry.path)
                 out.append(
@@ -109,9 +110,9 @@ def seal(entries: Sequence[tuple[object, ...]]) -> str:
     return _digest([e[:9] for e in entries])
 
 
-def _digest(rows: Sequence[tuple[object, ...]]) -> str:
-    # ensure_ascii (the default) keeps names that are not UTF-8 distinct.
-    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+def _digest(rows: Any) -> str:
+    # Version 2 has no references to earlier values: equal rows give equal bytes, and names that are not UTF-8 stay distinct.
+    return hashlib.sha256(marshal.dumps(rows, 2)).hexdigest()
 
 
 class Changed(Exception):

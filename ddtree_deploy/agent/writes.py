@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 
-from ddtree_deploy.agent import facts, landing, layout, live, locks, prove, stage, switch, tidy, venvs, walk, zstd
+from ddtree_deploy.agent import confirming, facts, landing, layout, live, locks, prove, stage, switch, tidy, venvs, walk, zstd
+from ddtree_deploy.agent.ahead import ahead
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.push import Push, close, imports, need, opened
+from ddtree_deploy.agent.sources import add_base, gather
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
     from ddtree_deploy.agent.main import Session
     from ddtree_deploy.agent.reads import Handler
+    from ddtree_deploy.agent.sources import Sources
     from ddtree_deploy.agent.walk import Entry
 
 
@@ -51,7 +54,16 @@ def begin(session: Session, header: dict[str, Any], _value: object) -> dict[str,
         "tx": push.tx, "state": "receiving", "allowed": header.get("allowed", []), "overlay": header.get("overlay", ""), **who,
         "pid": os.getpid(), "previous": found.live() or 0,
     })
-    return {"tx": push.tx, "generation": found.live(), "recovered": recovered, "stirred": stirred}
+    return {
+        "tx": push.tx, "generation": found.live(), "recovered": recovered, "stirred": stirred, "_then": lambda: _know(session, push),
+    }
+
+
+def _know(session: Session, push: Push) -> None:
+    """Learn what the live tree holds by the scan of this connection, while the controller lists what it wants."""
+    live = push.found.live()
+    if live is not None and session.walked is not None and session.walked[0] == push.found.tree(live):
+        push.sources = gather(push.found, session.walked[1], [])
 
 
 def stage_request(session: Session, header: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
@@ -61,9 +73,10 @@ def stage_request(session: Session, header: dict[str, Any], value: dict[str, Any
     live = push.found.live()
     root = push.found.site if live is None else push.found.tree(live)
     entries = _still_the_base(session, root, header["base"])
-    push.sources = stage.gather(push.found, entries, value.get("vouch", []))
+    if push.sources is None or push.sources.entries is not entries or value.get("vouch"):
+        push.sources = gather(push.found, entries, value.get("vouch", []))
     if "delta" in value:
-        index = layout.Index.load(os.path.join(push.found.directory(live), "index")) if live is not None else None
+        index = push.sources.index
         if live is None or index is None or (push.found.info(live) or {}).get("result") != value["delta"]["result"]:
             raise Failure("stale-plan", "`%s` is not what the plan was made for" % push.found.site)
         push.wanted = stage.apply_delta(index, value["delta"]["changes"], value["delta"]["gone"])
@@ -72,7 +85,7 @@ def stage_request(session: Session, header: dict[str, Any], value: dict[str, Any
     wanted = {row[0]: row[4] for row in push.wanted}
     _refuse_moved(push.sources, [path for path, known in push.sources.by_path.items() if wanted.get(path) != known[0]])
     if value.get("base"):
-        stage.add_base(push.sources, value["base"]["root"], value["base"]["vouch"])
+        add_base(push.sources, value["base"]["root"], value["base"]["vouch"])
     need = stage.missing(push.wanted, push.sources, push.found)
     space = facts.space(push.found.venv)
     short = sum(need.values()) + (64 << 20) - space["free_bytes"]
@@ -122,13 +135,9 @@ def build(session: Session, _header: dict[str, Any], _value: object) -> dict[str
     push.index, push.used = stage.build(session, push.found, root, push.wanted, sources)
     stage.keep_bytecode(root, push.index, sources)
     push.journal = switch.write_journal(push.found, push.journal, state="staged", generation=number)
-    changed = [path for path, row in push.index.rows.items() if row[0] == "f" and _is_new(sources, path, row)]
+    known = sources.by_path
+    changed = [path for path, row in push.index.rows.items() if row[0] == "f" and (path not in known or known[path][0] != row[3])]
     return {"generation": number, "root": root, "_big": sorted(changed)}
-
-
-def _is_new(sources: stage.Sources, path: str, row: layout.Row) -> bool:
-    same = sources.by_path.get(path)
-    return same is None or same[0] != row[3]
 
 
 def prove_staged(session: Session, header: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
@@ -136,25 +145,27 @@ def prove_staged(session: Session, header: dict[str, Any], value: dict[str, Any]
     push = opened(session)
     root = push.found.tree(need(push.number))
     out: dict[str, Any] = {"hashed": 0, "vouched": 0, "bad": [], "compiled": 0, "syntax_errors": [], "imports": []}
-    if value.get("hash"):
-        index = need(push.index)
-        expected = [[path, row[0], row[1], row[2], row[3]] for path, row in sorted(index.rows.items())]
-        stamps = {path: ((row[4], row[5], row[2], row[6], row[7]), row[3]) for path, row in index.rows.items()}
-        entries = walk.walk(root)
-        out["hashed"], out["vouched"], out["bad"] = prove.hashes(session, root, expected, stamps, entries)
-        if not out["bad"]:
-            stage.stamp(index, entries)
-        else:
-            sources = need(push.sources)
-            _refuse_moved(sources, sources.by_path)
-    if value.get("sources"):
-        out["compiled"], out["syntax_errors"] = prove.syntax(session, push.python, root, value["sources"])
+    # The compiler is a process of its own: it runs beside the walk, and is waited for however that ends.
+    compiled = ahead(lambda: prove.syntax(session, push.python, root, value["sources"])) if value.get("sources") else None
+    try:
+        if value.get("hash"):
+            index = need(push.index)
+            entries = walk.walk(root)
+            out["hashed"], out["vouched"], out["bad"] = prove.hashes(session, root, index.rows, entries)
+            if not out["bad"]:
+                stage.stamp(index, entries)
+            else:
+                sources = need(push.sources)
+                _refuse_moved(sources, sources.by_path)
+    finally:
+        if compiled is not None:
+            out["compiled"], out["syntax_errors"] = compiled()
     if value.get("modules"):
         out["imports"] = imports(session, push, root, header, value["modules"])
     return {"_big": out}
 
 
-def _refuse_moved(sources: stage.Sources, paths: Iterable[str]) -> None:
+def _refuse_moved(sources: Sources, paths: Iterable[str]) -> None:
     """Raise Failure(stale-plan) when one of these files of the live tree is not what the scan saw."""
     for path in paths:
         _digest, root, entry = sources.by_path[path]
@@ -194,5 +205,6 @@ HANDLERS: dict[str, Handler] = {
     "prove": prove_staged,
     "commit": commit,
     "abort": abort,
+    **confirming.HANDLERS,
     **live.HANDLERS,
 }

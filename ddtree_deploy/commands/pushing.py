@@ -82,7 +82,8 @@ def push_fleet(
     relayed: bool,
 ) -> int:
     """Push to several hosts, print the table, and raise what the run ends with."""
-    from ddtree_deploy.fleet import End, Fleet, ReadOnce, failure
+    from ddtree_deploy.fleet import End, Fleet, failure
+    from ddtree_deploy.read_once import ReadOnce
     from ddtree_deploy.relay import Relay
     from ddtree_deploy.render import fleet_views
 
@@ -127,7 +128,8 @@ def push_fleet(
 def plan_fleet(ui: Ui, hosts: list[Host], store: Store, identity: str, options: PushOptions, files: bool) -> int:
     """Show what a push to several hosts would do; a host that can not be planned does not hide the others."""
     from ddtree_deploy.errors import DeployError
-    from ddtree_deploy.fleet import End, ReadOnce, State, failure
+    from ddtree_deploy.fleet import End, State, failure
+    from ddtree_deploy.read_once import ReadOnce
     from ddtree_deploy.render import fleet_views, plan_views
     from ddtree_deploy.transfer import plan_push
 

@@ -10,6 +10,7 @@ import pytest
 
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.layout import Index, Layout, locate
+from ddtree_deploy.agent.stage import apply_delta
 from tests.fixtures.venvs import SITE, make_venv, package
 
 
@@ -90,6 +91,21 @@ def test_an_index_survives_and_rubbish_is_none(tmp_path: Path) -> None:
         Path(path).write_text(rubbish)
         assert Index.load(path) is None
     assert Index.load(str(tmp_path / "gone")) is None
+
+
+def test_the_text_of_an_index_names_its_digests(tmp_path: Path) -> None:
+    path = str(tmp_path / "index")
+    Index({"a": ("f", 0o644, 3, "d" * 64, 1, 2, 3, 4), "b/c": ("f", 0o644, 3, "e" * 64, 1, 2, 3, None)}).save(path)
+    assert [letter * 64 in Index.text(path).decode() for letter in "def"] == [True, True, False]
+    assert Index.text(str(tmp_path / "gone")) == b""
+
+
+def test_a_delta_is_refused_when_a_new_path_lies_below_a_file(tmp_path: Path) -> None:
+    index = Index({"a": ("f", 0o644, 3, "d" * 64, 1, 2, 3, 4), "b/c": ("f", 0o644, 3, "e" * 64, 1, 2, 3, 4)})
+    assert [row[0] for row in apply_delta(index, [["a", "f", 0o644, 1, "f" * 64]], ["b/c"])] == ["a"]
+    for path in ("a/new", "b"):
+        with pytest.raises(Failure, match="malformed or hostile"):
+            apply_delta(index, [[path, "f", 0o644, 1, "f" * 64]], [])
 
 
 def test_what_is_not_a_venv_is_told_apart(tmp_path: Path) -> None:

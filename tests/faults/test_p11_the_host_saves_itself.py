@@ -120,6 +120,19 @@ def test_ii_the_controller_is_killed_after_the_switch(world: World, first: bool,
     assert world.live() != old
 
 
+def test_the_connection_that_confirms_was_begun_after_the_switch(world: World, tmp_path: Path) -> None:
+    """Each agent says when it starts, and the live link when it was made."""
+    begun = tmp_path / "begun"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncase "$5" in rw) date +%s%N >> {begun};; esac\nexec {BASE_PYTHON} "$@"\n')
+    python.chmod(0o755)
+    done = world.push(host=world.host(python=str(python)))
+    first, second = map(int, begun.read_text().split())
+    switched = os.lstat(world.site).st_ctime_ns
+    assert first < switched < second and not done.already
+    assert ledger(world.target)[-1]["event"] == "confirmed"
+
+
 @pytest.mark.ssh
 @pytest.mark.skipif(bool(lab_missing()), reason=lab_missing())
 def test_iii_the_line_is_cut_after_the_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

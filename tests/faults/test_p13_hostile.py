@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from ddtree_deploy.agent import frames, layout, stage
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.paths import HostilePath
+from ddtree_deploy.agent.sources import gather
 from ddtree_deploy.errors import DeployError, IntegrityFailure, NoSpace
 from ddtree_deploy.manifest import encode, identity
 from ddtree_deploy.models import FileEntry
@@ -236,7 +237,7 @@ def test_a_directory_swapped_for_a_link_during_staging_leads_nowhere(tmp_path: P
         attacker = threading.Thread(target=attack, args=(root,))
         attacker.start()
         try:
-            stage.build(Quiet(), found, str(root), wanted, stage.gather(found, [], []))
+            stage.build(Quiet(), found, str(root), wanted, gather(found, [], []))
             built += 1
         except (OSError, HostilePath, Failure):
             failed += 1
