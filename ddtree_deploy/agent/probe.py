@@ -28,7 +28,7 @@ TRACEBACK_LINES = 30
 #: Of what a child writes, its end is kept: a module that prints without end must not fill the host's memory.
 _OUTPUT_KEPT = 8 << 20
 #: Two of one of these in a process is a crash or a wrong answer in the end (auditwheel adds a hash to bundled ones).
-_SINGLE = re.compile(r"(lib(?:cudart|cudnn\w*|nccl))(?:-[0-9a-f]{8})?\.so\b")
+_SINGLE = re.compile(r"(lib(?:cudart|cudnn\w*|nccl))(?:-[0-9a-f]{8})?\.so(?:\.(\d+))?\b")
 _SITE = re.compile(r"/(?:site|dist)-packages/")
 
 
@@ -228,22 +228,29 @@ def foreign(files: Iterable[str], root: str, live_site: str, venv: str, allow_sy
     """Return which loaded `files` come from another tree than `root`, and which libraries are there twice.
 
     Another tree is the live site-packages, another generation, or (unless `allow_system`) anybody else's site-packages.
+    The CUDA runtime of the machine's toolkit is none too many beside ours of the same major: sgl_kernel loads it on purpose.
     """
     own = os.path.realpath(root)
     others = [os.path.realpath(live_site), os.path.realpath(os.path.join(venv, ".ddtree", "generations"))]
     found: list[str] = []
-    single: dict[str, set[str]] = {}
+    single: dict[str, dict[str, str | None]] = {}
     for path in files:
         real = os.path.realpath(path[: -len(" (deleted)")] if path.endswith(" (deleted)") else path)
         match = _SINGLE.match(os.path.basename(real))
         if match:
-            single.setdefault(match.group(1), set()).add(real)
+            single.setdefault(match.group(1), {})[real] = match.group(2)
         if not _below(real, own) and (
             any(_below(real, other) for other in others) or (not allow_system and _SITE.search(real))
         ):
             found.append(path)
-    twice = ["%s twice: %s" % (name, ", ".join(sorted(paths))) for name, paths in single.items() if len(paths) > 1]
+    twice = ["%s twice: %s" % (name, ", ".join(sorted(paths))) for name, paths in single.items() if _too_many(name, paths, own)]
     return sorted(twice) + sorted(found)
+
+
+def _too_many(name: str, copies: Mapping[str, str | None], own: str) -> bool:
+    """Tell whether the copies of one library (path: major) that a process loaded are too many."""
+    packaged = [path for path in copies if _below(path, own) or _SITE.search(path)]
+    return len(copies) > 1 and (name != "libcudart" or len(set(copies.values())) > 1 or len(packaged) > 1)
 
 
 def _below(path: str, tree: str) -> bool:

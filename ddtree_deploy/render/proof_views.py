@@ -30,8 +30,7 @@ def level_lines(proofs: Proofs) -> list[str]:
         spent = seconds(sum(proof.seconds for proof in proofs.imports))
         wrong = f"{failed} failed" if failed else "all fine but those that failed on the source" if known else "all fine"
         lines.append(f"import  {plural(len(proofs.imports), 'package')} in {spent}: {wrong}")
-    lines += [f"{check.id} {check.text}" for check in proofs.extra if check.id == "overlay" and check.level == "ok"]
-    return lines
+    return lines + [f"{check.id:<7} {check.text}" for check in proofs.extra if check.level == "ok"]
 
 
 def import_lines(proof: ImportProof) -> list[str]:
@@ -56,7 +55,7 @@ def failure_lines(proofs: Proofs, verbose: int = 0) -> list[str]:
             lines += import_lines(proof)
         elif not proof.ok and verbose:
             lines.append(f"import {proof.module}: fails on the source too: {proof.error}")
-    return lines + [line for line, _style in check_lines(proofs.extra, verbose)]
+    return lines + [line for line, _style in check_lines(tuple(check for check in proofs.extra if check.level != "ok"), verbose)]
 
 
 def show(ui: Ui, host: str, proofs: Proofs) -> None:

@@ -398,6 +398,22 @@ def test_two_cuda_runtimes_in_one_process_are_found(session: Session, place: Pla
     assert "libcudart.so.13" in line
 
 
+@pytest.mark.parametrize(("major", "fine"), [(13, True), (12, False)])
+def test_the_runtime_of_the_machines_toolkit_may_come_too(
+    session: Session, place: Place, build: Build, tmp_path: Path, major: int, fine: bool
+) -> None:
+    """sgl_kernel loads $CUDA_HOME/lib64/libcudart.so.N by its path, beside the one that torch brought."""
+    ours = place.root / "nvidia/cu13/lib/libcudart.so.13"
+    theirs = tmp_path / f"cuda/lib64/libcudart.so.{major}"
+    for path in (ours, theirs):
+        path.parent.mkdir(parents=True)
+        build(path, f"int of_{path.parent.name}(void) {{ return 1; }}", f"-Wl,-soname,{path.name}")
+    write_sources(place.root, both=f"import ctypes\nfor path in {str(ours)!r}, {str(theirs)!r}:\n    ctypes.CDLL(path)\n")
+    (proof,) = prove_imports(session, place, "both")
+    assert proof["ok"] is fine
+    assert bool(proof["foreign_libraries"]) is not fine
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [

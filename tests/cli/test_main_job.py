@@ -10,6 +10,7 @@ import pytest
 
 from ddtree_deploy.survey import RACY_NS
 from tests.cli.conftest import run, settled
+from tests.faults import harness
 from tests.fixtures.venvs import contents, site
 
 
@@ -99,6 +100,7 @@ def test_dry_runs_write_nothing(target: Path, snapshot: str, tmp_path: Path) -> 
     assert run("cache", "prune", "--keep", "1", "-n").code == 0
     assert changed(before) == set()
     run("push", *where)
+    harness.rest(target)  # what is tidied after a push is no part of a dry run
     before = state()
     assert run("rollback", *where, "-n").code == 0
     assert run("generations", "prune", *where, "--keep", "1", "-n").code == 0
@@ -171,6 +173,8 @@ def test_drift_is_shown_and_proved_and_release_keeps_what_is_live(target: Path, 
         assert line in ran.out.splitlines()
     proved = run("verify", *where, "--level", "files")
     assert proved.code == 14 and "engine/" in proved.err
+    looked = run("verify", *where, "--level", "gpu", "-v").out.splitlines()
+    assert [line for line in looked if "gpu" in line] == ["  gpu     skipped: there is no torch in this tree"]
 
     assert run("generations", "release", *where, "-y").code == 0
     assert live.is_dir() and not live.is_symlink() and not (target / ".ddtree").exists()
