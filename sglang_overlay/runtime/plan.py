@@ -76,6 +76,15 @@ def make_trees(hidden: Tensor, roots: Tensor, seq_lens: Tensor, head: Head, budg
     return tree.tokens, tree.parents, tree.n_valid, tree_positions(tree.depths, seq_lens)
 
 
+def must_agree(trees: tuple[Tensor, ...], gather: Callable[[Tensor], Tensor]) -> None:
+    """Compare the trees of all ranks, node for node; waits for the device. Raises RuntimeError when two ranks differ."""
+    tokens, parents, n_valid, _positions = trees
+    every = gather(torch.cat((tokens, parents, n_valid[:, None]), dim=1).contiguous())
+    differs = (every != every[0]).flatten(2).any(dim=2).any(dim=0).nonzero()[:, 0].tolist()
+    if differs:
+        raise RuntimeError(f"DDTREE: the tensor-parallel ranks built different trees for rows {differs} of the batch")
+
+
 def best_tokens(hidden: Tensor, head: Head, k: int) -> TopK:
     """Return the k best tokens after each hidden state `[bs, L, H]` with log-probabilities over the whole vocabulary.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,14 @@ from torch import Tensor
 
 from sglang_overlay.runtime.args import NAME, Rung, logger, narrow_draft_args, parse_rungs
 from sglang_overlay.runtime.built import EDITED_FILES, READ_FILES
-from sglang_overlay.runtime.plan import Head, Plan, make_trees
+from sglang_overlay.runtime.plan import Head, Plan, make_trees, must_agree
 from sglang_overlay.runtime.replay import Replay
 from sglang_overlay.runtime.requests import refusing
 from sglang_overlay.runtime.selftest import self_test
 from sglang_overlay.runtime.verify import verify_input_class
 
+#: Set to anything: compare the trees of the tensor-parallel ranks in every round, at the price of a wait for the device.
+CHECK_RANKS = "SGLANG_DDTREE_CHECK_RANKS"
 _capture_masks: dict[tuple[int, int], Tensor] = {}
 
 
@@ -175,7 +178,10 @@ def _stage(args: Any, runner: Any, rung: Rung, head: Head) -> Stage:
     topk = min(args.speculative_ddtree_topk, rung.budget)
 
     def trees(hidden: Tensor, roots: Tensor, seq_lens: Tensor) -> tuple[Tensor, ...]:
-        return make_trees(hidden, roots, seq_lens, head, rung.budget, topk)
+        made = make_trees(hidden, roots, seq_lens, head, rung.budget, topk)
+        if head.gather is not None and os.environ.get(CHECK_RANKS):
+            must_agree(made, head.gather)
+        return made
 
     # Several ranks talk while they make trees; capturing that is left to SGLang's own graphs.
     most = max(sizes, default=1)

@@ -19,7 +19,7 @@ from sglang_overlay.runtime import args as ddtree_args
 from sglang_overlay.runtime import serve
 from sglang_overlay.runtime.args import Rung, parse_rungs, resolve_server_args
 from sglang_overlay.runtime.draw import Draw, choose_tokens, seeded_gumbel
-from sglang_overlay.runtime.plan import Head, Plan, best_tokens, make_trees
+from sglang_overlay.runtime.plan import Head, Plan, best_tokens, make_trees, must_agree
 from sglang_overlay.runtime.replay import Replay
 from sglang_overlay.runtime.requests import refusing
 from sglang_overlay.runtime.selftest import SelfTestFailed, self_test
@@ -244,6 +244,20 @@ def test_ranks_find_the_same_best_tokens_as_one(ranks: int) -> None:
             got = best_tokens(hidden, Head(shard, rank * len(shard), gather), 9)
     assert torch.equal(got.ids, whole.ids)
     assert torch.allclose(got.logp, whole.logp, atol=1e-6)
+
+
+def test_a_rank_with_another_tree_is_named_by_its_row() -> None:
+    hidden, weight = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(4)), torch.eye(8)
+    mine = make_trees(hidden, torch.tensor([1, 2, 3]), torch.tensor([4, 4, 4]), Head(weight, 0, None), 6, 6)
+    must_agree(mine, lambda words: torch.stack([words, words]))
+
+    def other_rank(words: Tensor) -> Tensor:
+        theirs = words.clone()
+        theirs[2, 1] += 1
+        return torch.stack([words, words, theirs])
+
+    with pytest.raises(RuntimeError, match=r"rows \[2\]"):
+        must_agree(mine, other_rank)
 
 
 def test_trees_in_a_batch_are_those_of_the_library() -> None:
