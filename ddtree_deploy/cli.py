@@ -91,7 +91,9 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files may be any bytes
     try:
-        sys.exit(build(sys.argv[1:])(prog_name="ddtree-deploy", standalone_mode=False) or 0)
+        status = build(sys.argv[1:])(prog_name="ddtree-deploy", standalone_mode=False) or 0
+        gc.freeze()  # nor does the interpreter look for them before it ends
+        sys.exit(status)
     except typer.TyperException as problem:
         sys.exit(_usage(problem, sys.argv[1:]))
     except BrokenPipeError:

@@ -39,12 +39,15 @@ _SHELL = (
 )
 _BOOT = """
 import os, sys
-left, fd = {size}, os.memfd_create("ddtree-agent")
-while left:
-    data = os.read(0, min(left, 65536))
-    if not data:
-        sys.exit(3)
-    left -= len(data)
+def take(left):
+    while left:
+        data = os.read(0, min(left, 65536))
+        if not data:
+            sys.exit(3)
+        left -= len(data)
+        yield data
+fd = os.memfd_create("ddtree-agent")
+for data in take(int(b"".join(take(8)))):
     while data:
         data = data[os.write(fd, data):]
 os.set_inheritable(fd, False)
@@ -75,6 +78,12 @@ def agent_zip(parts: tuple[str, ...] = ()) -> bytes:
             info = zipfile.ZipInfo(f"ddtree_deploy/agent/{path.relative_to(agent).as_posix()}")
             archive.writestr(info, path.read_bytes(), zipfile.ZIP_DEFLATED)
     return out.getvalue()
+
+
+def shipped(parts: tuple[str, ...] = ()) -> bytes:
+    """Return what the boot code reads: the size of the agent's zip in eight digits, and the zip."""
+    archive = agent_zip(parts)
+    return b"%08d" % len(archive) + archive
 
 
 class Reply(NamedTuple):
@@ -114,15 +123,13 @@ class Session:
         threading.Thread(target=self._ping_loop, daemon=True, name=f"ping {host.name}").start()
 
     def _start(self) -> Channel:
-        archive = agent_zip(self.parts)
         own = [self.host.python] if self.host.python else []
         venv = [f"{self.host.venv}/bin/python"] if self.host.venv else []
-        code = _BOOT.format(size=len(archive))
-        argv = ["sh", "-c", _SHELL, "sh", code, ",".join(["rw" if self.writable else "ro", *self.parts]), *own, *venv, *_PYTHONS]
+        argv = ["sh", "-c", _SHELL, "sh", _BOOT, ",".join(["rw" if self.writable else "ro", *self.parts]), *own, *venv, *_PYTHONS]
         channel = connector(self.host).start(argv)
         self._channel = channel
         try:
-            self._write(archive)
+            self._write(shipped(self.parts))  # made while the connection is
         except OSError:
             pass  # the connection failed; greet() says why
         return channel

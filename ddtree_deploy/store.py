@@ -16,14 +16,16 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddtree_deploy import manifest as codec
 from ddtree_deploy.agent import durable
 from ddtree_deploy.agent.walk import hash_fd
 from ddtree_deploy.errors import IntegrityFailure, IoProblem, Locked, NoSpace, UsageProblem
-from ddtree_deploy.ingest import Ingest
 from ddtree_deploy.models import Manifest, SnapshotRef
+
+if TYPE_CHECKING:
+    from ddtree_deploy.ingest import Ingest
 
 
 def _now() -> str:
@@ -141,6 +143,8 @@ class Store:
     @contextmanager
     def ingest(self, expected: Mapping[str, int]) -> Iterator[Ingest]:
         """Receive objects; they count from the end of the block on. When it raises, what arrived whole is kept all the same."""
+        from ddtree_deploy.ingest import Ingest  # a push receives nothing
+
         with self._told():
             batch = Ingest(self.temporary, self.objects, expected)
         try:

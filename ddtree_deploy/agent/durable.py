@@ -2,46 +2,58 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import ctypes
     from typing import Any
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+
+
+def _libc() -> ctypes.CDLL:
+    import ctypes  # slow to import, and who only looks needs none of it
+
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _refused(path: str) -> OSError:
+    import ctypes
+
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code), path)
 
 
 def exchange(one: str, other: str) -> None:
     """Swap two names in one step (renameat2 RENAME_EXCHANGE); raise OSError where the file system can not."""
     try:
-        call = _libc.renameat2
+        call = _libc().renameat2
     except AttributeError:
         raise OSError(errno.ENOSYS, "this libc has no renameat2") from None
     if call(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), one)
+        raise _refused(one)
 
 
 def sync_file_system(path: str) -> None:
     """Flush everything that was written to the file system of `path` (syncfs(2)): one call for tens of thousands of files."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if _libc.syncfs(fd):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), path)
+        if _libc().syncfs(fd):
+            raise _refused(path)
     finally:
         os.close(fd)
 
 
 def begin_flush(fd: int) -> None:
     """Ask the kernel to start writing a file's pages out now (sync_file_range(2)), without waiting; only a hint."""
-    call = getattr(_libc, "sync_file_range", None)
+    call = getattr(_libc(), "sync_file_range", None)
     if call is not None:
+        import ctypes
+
         call(fd, ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(2))
 
 

@@ -238,4 +238,6 @@ def main(zip_fd: int = -1) -> NoReturn:
     os.umask(0o022)
     take_parts(parts)
     frames.write_all(fd_out, frames.encode({"hello": reads.hello()}))
-    sys.exit(serve(fd_in, fd_out, read_only, zip_fd))
+    status = serve(fd_in, fd_out, read_only, zip_fd)
+    gc.freeze()  # else the interpreter looks for cycles among all those records once more before it ends
+    sys.exit(status)

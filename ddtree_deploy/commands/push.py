@@ -151,9 +151,7 @@ def push(
     from ddtree_deploy.commands import pushing
     from ddtree_deploy.config import load
     from ddtree_deploy.push_request import PushOptions
-    from ddtree_deploy.render import plan_views, views
     from ddtree_deploy.store import Store
-    from ddtree_deploy.transfer import plan_push
 
     config, store = load(), Store.open()
     identity = store.resolve(snapshot)
@@ -181,6 +179,9 @@ def push(
         store.remembers = False
         if len(hosts) > 1:
             return pushing.plan_fleet(ui, hosts, store, identity, options, files)
+        from ddtree_deploy.render import plan_views
+        from ddtree_deploy.transfer import plan_push
+
         plan_views.show(ui, plan_push(hosts[0], store, identity, options, ui.emit), files, line=True)
         ui.result(dry_run=True)
         return 0
@@ -188,6 +189,8 @@ def push(
         return pushing.push_fleet(ui, hosts, store, identity, options, jobs, keep_going, yes, files, restart, relay)
     approve = pushing.approval(ui, yes, files, restart)
     pushed = pushing.push_one(hosts[0], store, identity, options, approve, ui.emit, restart)
+    from ddtree_deploy.render import views  # only now: the connection need not wait for it
+
     views.pushed(ui, pushed)
     ui.result(pushed=[pushed])
     return 0

@@ -42,12 +42,12 @@ def push_one(
 
 def approval(ui: Ui, yes: bool, files: bool, restart: bool, several: bool = False) -> Callable[[Plan], bool]:
     """Make the question of a push: the plan is always shown; a person is asked only when processes run from there."""
-    from ddtree_deploy.render import fleet_views, plan_views
-    from ddtree_deploy.render.words import plural
-
     lock, told = threading.Lock(), list[str]()
 
     def approve(plan: Plan) -> bool:
+        from ddtree_deploy.render import fleet_views, plan_views
+        from ddtree_deploy.render.words import plural
+
         with lock:
             if several:
                 fleet_views.announce(ui, plan, files, first=not told)

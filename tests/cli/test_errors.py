@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import COMMAND, run, settled
+from tests.faults.harness import rest
 from tests.fixtures.venvs import Dist, contents, install, make_venv
 
 
@@ -91,6 +92,7 @@ def test_a_needed_confirmation_without_a_terminal_is_refused_before_any_prompt(s
     run("snapshot", "local", "--venv", str(source))
     where = ("local", "--venv", str(target))
     run("push", *where)
+    rest(target)
     before = contents(target)
     ran = run("generations", "release", *where, stdin="y\n")
     assert (ran.code, ran.out) == (2, "")

@@ -11,7 +11,6 @@ import copy
 import json
 import os
 import random
-import re
 import select
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any, BinaryIO, cast
 from ddtree_deploy.agent import frames
 from ddtree_deploy.errors import DeployError, HostUnreachable
 from ddtree_deploy.hosts.base import Channel, Host
+from ddtree_deploy.session import _BOOT, shipped
 
 
 @dataclass
@@ -47,10 +47,9 @@ class Conversation:
 
 
 def _code_size(argv: Sequence[str]) -> int:
-    """Return how many bytes of code come before the first frame: the bootstrap names them."""
-    found = re.search(r"left, fd = (\d+)", " ".join(argv))
-    assert found is not None
-    return int(found[1])
+    """Return how many bytes of code come before the first frame: the agent and the parts that its mode names."""
+    _mode, *parts = argv[argv.index(_BOOT) + 1].split(",")
+    return len(shipped(tuple(parts)))
 
 
 class Recorder:

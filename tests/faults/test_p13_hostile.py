@@ -24,7 +24,7 @@ from ddtree_deploy.agent.sources import gather
 from ddtree_deploy.errors import DeployError, IntegrityFailure, NoSpace
 from ddtree_deploy.manifest import encode, identity
 from ddtree_deploy.models import FileEntry
-from ddtree_deploy.session import _BOOT, Session, agent_zip
+from ddtree_deploy.session import _BOOT, Session, shipped
 from ddtree_deploy.store import Store
 from tests.faults.harness import EVERYTHING, outcome, report
 from tests.fixtures.trees import digest
@@ -256,9 +256,8 @@ def test_a_directory_swapped_for_a_link_during_staging_leads_nowhere(tmp_path: P
 
 def _agent(mode: str, data: bytes) -> subprocess.CompletedProcess[bytes]:
     """Start an agent as a controller does and send it raw bytes after its code, then the end."""
-    archive = agent_zip()
-    argv = [str(BASE_PYTHON), "-I", "-S", "-c", _BOOT.format(size=len(archive)), mode]
-    return subprocess.run(argv, input=archive + data, capture_output=True, timeout=60, check=False)
+    argv = [str(BASE_PYTHON), "-I", "-S", "-c", _BOOT, mode]
+    return subprocess.run(argv, input=shipped() + data, capture_output=True, timeout=60, check=False)
 
 
 def _ask(op: str, number: int = 1, value: Any = None, **fields: Any) -> bytes:

@@ -23,7 +23,7 @@ from ddtree_deploy import answers, session, upkeep
 from ddtree_deploy.agent import frames
 from ddtree_deploy.errors import DeployError, HostUnreachable, IntegrityFailure, RestoreUnconfirmed
 from ddtree_deploy.hosts.base import Host
-from ddtree_deploy.session import _BOOT, Session, agent_zip
+from ddtree_deploy.session import _BOOT, Session, shipped
 from ddtree_deploy.snapshot import take
 from ddtree_deploy.store import Store
 from tests.faults.harness import EVERYTHING, check_objects, outcome, report
@@ -313,8 +313,7 @@ def test_a_tree_that_the_host_says_we_know_is_not_read_from_anywhere(stage: Stag
 @pytest.mark.parametrize("part", ["header", "payload"])
 def test_a_controller_that_dribbles_loses_its_lease(tmp_path: Path, part: str) -> None:
     venv = make_venv(tmp_path / "venv", package("alpha", "1.0"))
-    archive = agent_zip()
-    boot = _BOOT.format(size=len(archive)).replace("main(fd)", "main.__globals__['serve'].__defaults__ = (False, -1, 1.0); main(fd)")
+    boot = _BOOT.replace("main(fd)", "main.__globals__['serve'].__defaults__ = (False, -1, 1.0); main(fd)")
     agent = subprocess.Popen(
         [str(BASE_PYTHON), "-I", "-S", "-c", boot, "rw"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -325,7 +324,7 @@ def test_a_controller_that_dribbles_loses_its_lease(tmp_path: Path, part: str) -
     try:
         begin = frames.encode({"op": "begin", "id": 1, "venv": str(venv), "who": "t"})
         slow = struct.pack(">IQ", 1 << 20, 0) if part == "header" else frames.encode({"op": "stage", "id": 2}, 1 << 20)
-        agent.stdin.write(archive + begin + slow)
+        agent.stdin.write(shipped() + begin + slow)
         agent.stdin.flush()
         while agent.poll() is None and time.monotonic() < stop:
             try:
