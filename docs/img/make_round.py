@@ -26,6 +26,12 @@ def beyond_the_chain(round: Round) -> int:
     return sum(1 for node in round.path if node not in chain)
 
 
+def varied(round: Round) -> bool:
+    """Tell whether no token comes twice on the accepted path; a tiny model repeats itself often, and that is dull to look at."""
+    said = [round.texts[node].strip() for node in round.path]
+    return len(set(said)) == len(said)
+
+
 def rounds(engine: Engine, text: str, tokens: int) -> list[Round]:
     """Decode greedily and return every round."""
     prompt = tuple(engine.tokenizer.encode(text, add_special_tokens=False))
@@ -45,7 +51,7 @@ def main() -> None:
     pair = tiny.Pair(*map(Path, sys.argv[1:3])) if sys.argv[2:] else tiny.paths()
     engine = load_engine(str(pair.target), str(pair.drafter), mode=Mode.DDTREE, budget=24)
     every = [round for text in tiny.held_out_prompts()["code"][:6] for round in rounds(engine, text, 32)]
-    best = max(every, key=lambda round: (min(beyond_the_chain(round), 3), len(round.path) <= 7, len(round.path)))
+    best = max(every, key=lambda round: (varied(round), min(beyond_the_chain(round), 3), len(round.path) <= 7, len(round.path)))
     (HERE / "ddtree-round.json").write_text(best.to_json() + "\n")
     (HERE / "ddtree-round.svg").write_text(render_svg(best))
     mean = sum(len(round.path) for round in every) / len(every)
