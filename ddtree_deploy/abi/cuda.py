@@ -70,6 +70,15 @@ def runs_on(arch: str, cc: tuple[int, int]) -> str:
     return "ptx" if have <= cc else ""
 
 
+#: cuFFT keeps most of its images where no tool sees them: cuobjdump lists sm_75 alone for CUDA 13's, which runs on any GPU.
+PARTLY_LISTED = ("libcufft.so", "libcufftw.so")
+
+
+def listed(path: str) -> bool:
+    """Tell whether the architectures that a library lists are all that it has."""
+    return not path.rpartition("/")[2].startswith(PARTLY_LISTED)
+
+
 def coverage(archs: tuple[str, ...], cc: tuple[int, int]) -> str:
     """Return `cubin`, `ptx` or empty for a file with these architectures."""
     ways = {runs_on(arch, cc) for arch in archs}

@@ -108,7 +108,7 @@ def architectures(case: Case) -> Iterator[Evidence]:
         seen.add(gpu.cc)
         for dist in case.composition.moved:
             files = {path: case.result.tree.objects[path].archs for path in dist.owns & case.result.tree.objects.keys()}
-            known = {path: archs for path, archs in files.items() if archs}
+            known = {path: archs for path, archs in files.items() if archs and cuda.listed(path)}
             if known:
                 yield from _gaps(case, gpu, dist.shown, dist.key, known, proven=gpu.cc in proven)
     if not case.target.host.gpus:
