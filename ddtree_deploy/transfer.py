@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -229,9 +230,13 @@ def _refuse_blocks(plan: Plan) -> None:
     lines = [f"{block.text}: {line}" if line else block.text for block in plan.blocks for line in block.evidence or ("",)]
     solution = plan.oracle.solution if plan.oracle else None
     together = solution.command(plan.target) if solution and solution.consistent and solution.steps else ""
+    mend = f"push what has to move together: `{together}`" if together else first.mend
+    judged = next((item for item in plan.oracle.evidence if (item.check, item.level) == (first.id, "block")), None) if plan.oracle else None
+    if judged and mend and not together:
+        mend += f"; if you know better: `--allow {shlex.quote(f'{judged.check}:{judged.what}')} --reason WHY`"
     raise error(
         f"cannot push to `{plan.target}`: {lines[0]}",
-        mend=f"push what has to move together: `{together}`" if together else first.mend or None,
+        mend=mend or None,
         causes=tuple(lines[1:20]),
     )
 

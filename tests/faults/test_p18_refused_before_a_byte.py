@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ddtree_deploy.abi import Allowance
 from ddtree_deploy.errors import Incompatible
 from ddtree_deploy.events import Event, Progress, Step
 from ddtree_deploy.snapshot import take
@@ -48,3 +49,17 @@ def test_a_missing_symbol_is_refused_with_its_name_and_its_provider(tmp_path: Pa
     assert tree_hash(target) == before
     assert not [event for event in seen if isinstance(event, Step) and event.what.startswith("send")]
     assert not [event for event in seen if isinstance(event, Progress) and event.what == "send"]
+
+
+def test_a_refusal_says_how_it_can_be_taken_on(tmp_path: Path) -> None:
+    source = environment(tmp_path / "source", "2.11.0+cu130", "0.4.2", FRESH)
+    (site(source) / "sgl_kernel/__init__.py").unlink()
+    store = Store.open(tmp_path / "home")
+    snapshot = take(local(source), store, probe=False, allow_drift=True).ref.id
+    target = make_venv(tmp_path / "target")
+    _done, error = outcome(lambda: push(local(target), store, snapshot, QUICK, approve=yes))
+    assert isinstance(error, Incompatible), repr(error)
+    assert "`--allow K8:sglang-kernel --reason WHY`" in error.mend, error.mend
+    taken_on = replace(QUICK, allow=(Allowance.parse("K8:sglang-kernel", "slimmed on purpose"),))
+    done, error = outcome(lambda: push(local(target), store, snapshot, taken_on, approve=yes))
+    assert error is None and done is not None, repr(error)
