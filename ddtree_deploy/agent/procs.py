@@ -68,6 +68,14 @@ def _maps(pid: int, needles: list[bytes]) -> Iterator[tuple[str, str]]:
             yield "maps", re.sub(r"\\012", "\n", os.fsdecode(fields[5]))
 
 
+def _import_path(pid: int) -> Iterator[tuple[str, str]]:
+    """Yield where a process will import from later: what is pure Python is neither mapped nor kept open."""
+    for variable in _bytes(pid, "environ").split(b"\0"):
+        if variable.startswith(b"PYTHONPATH="):
+            for path in variable[len(b"PYTHONPATH=") :].split(b":"):
+                yield "path", os.fsdecode(path)
+
+
 def _below(path: str, tree: str) -> bool:
     return path == tree or path.startswith((tree + "/", tree + _DELETED))
 
@@ -76,7 +84,7 @@ def users_of(roots: Iterable[str]) -> dict[str, Any]:
     """Return `{"users": [...], "unread": n}`: who uses files below `roots`, and how many could not be looked at.
 
     A user is `{pid, command, how, path}`, at most one for each pid, root and `how`: `maps` (mapped, as a loaded library
-    is), `fd`, `cwd`, `exe`. A file that was replaced under a process ends with ` (deleted)`. This process is left out,
+    is), `fd`, `cwd`, `exe`, `path` (it stands in its PYTHONPATH). A file that was replaced under a process ends with ` (deleted)`. This process is left out,
     and so is one in a container whose directory of that name is another.
     """
     trees = sorted({os.path.realpath(root) for root in roots})
@@ -88,7 +96,7 @@ def users_of(roots: Iterable[str]) -> dict[str, Any]:
             continue
         found: dict[tuple[str, str], str] = {}
         denied = ours = False
-        for source in (_links(pid), _maps(pid, needles)):
+        for source in (_links(pid), _maps(pid, needles), _import_path(pid)):
             try:
                 for how, path in source:
                     ours = ours or path.startswith(AGENT)

@@ -69,6 +69,15 @@ def test_a_mapped_library_an_open_file_and_a_working_directory_are_uses(
     assert uses(tmp_path / "sit", process.pid) == {}
 
 
+def test_who_will_import_pure_python_from_a_tree_uses_it(tmp_path: Path, start: Start) -> None:
+    root = tmp_path / "generations" / "3"
+    root.mkdir(parents=True)
+    code = "print('ready', flush=True)\nimport sys; sys.stdin.read()"
+    process = start([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": f"/elsewhere:{root}/site"})
+    assert uses(root, process.pid) == {"path": f"{root}/site"}
+    assert uses(tmp_path / "generations" / "33", process.pid) == {}
+
+
 def test_a_file_that_was_replaced_under_a_process_is_still_a_use(
     tmp_path: Path, start: Start, build: Callable[..., Path]
 ) -> None:
