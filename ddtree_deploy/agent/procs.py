@@ -84,8 +84,8 @@ def users_of(roots: Iterable[str]) -> dict[str, Any]:
     """Return `{"users": [...], "unread": n}`: who uses files below `roots`, and how many could not be looked at.
 
     A user is `{pid, command, how, path}`, at most one for each pid, root and `how`: `maps` (mapped, as a loaded library
-    is), `fd`, `cwd`, `exe`, `path` (it stands in its PYTHONPATH). A file that was replaced under a process ends with ` (deleted)`. This process is left out,
-    and so is one in a container whose directory of that name is another.
+    is), `fd`, `cwd`, `exe`, `path` (it stands in its PYTHONPATH). A file that was replaced under a process ends with
+    ` (deleted)`. This process is left out, and so is one in a container whose directory of that name is another.
     """
     trees = sorted({os.path.realpath(root) for root in roots})
     needles = [os.fsencode(tree) for tree in trees]
