@@ -1,7 +1,8 @@
-"""The sweep over budgets: what it boots, and what it makes of the rates."""
+"""The sweep over budgets and the profile of a round: what they boot, and what they make of what they get."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -39,3 +40,17 @@ def test_the_table_names_ratios_and_the_fastest_budget_of_each_batch(tmp_path: P
     shown = subprocess.run([*SWEEP, "table", str(tmp_path / "result.json")], check=True, capture_output=True, text=True).stdout
     assert "| 4 | ddtree 31 | 650 | 1.62 | 1.30 | 3.00 | 1.00 | 2.00 |" in shown.splitlines()
     assert shown.rstrip().endswith("budget table: 4:31,32:7")
+
+
+def test_a_profile_counts_overlapping_work_once(tmp_path: Path) -> None:
+    def event(kind: str, name: str, begin: float, micros: float) -> dict[str, object]:
+        return {"ph": "X", "cat": kind, "name": name, "ts": begin, "dur": micros}
+
+    events = [event("kernel", "gemm", 100, 50), event("kernel", "_tree_kernel", 120, 20), event("gpu_memcpy", "DtoH", 180, 10)]
+    events += [event("cuda_runtime", "cudaGraphLaunch", 0, 90), event("python_function", "f", 0, 999), {"ph": "i", "cat": "kernel"}]
+    with gzip.open(tmp_path / "a.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    command = [sys.executable, str(ROOT / "benchmarks/sglang_profile.py"), "show", str(tmp_path / "a.trace.json.gz"), "--steps", "2"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert lines[0] == "a round: 45 us, GPU busy 30, idle 15" and lines[1] == "our kernels: 10.0 us a round"
+    assert [line.split(" | ")[3] for line in lines[5:]] == ["cudaGraphLaunch |", "gemm |", "_tree_kernel |", "DtoH |"]
