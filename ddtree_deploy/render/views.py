@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddtree_deploy.models import PATCHED, UNOWNED
@@ -34,8 +34,7 @@ def taken(ui: Ui, taken: Taken) -> None:
     if sglang:
         ui.say(f"  {sglang.text}")
     _patched(ui.say, manifest, 20)
-    for finding in manifest.findings:
-        ui.say(f"  {finding.kind} {finding.where}: {finding.text}", "yellow")
+    _findings(ui.say, manifest, ui.verbose)
     for proof in taken.import_failures:
         for line in import_lines(proof)[: None if ui.verbose else 1]:
             ui.say(f"  on the source too: {line}", "yellow")
@@ -59,6 +58,15 @@ def taken(ui: Ui, taken: Taken) -> None:
         }
     )
     ui.data(ref.id)
+
+
+def _findings(say: Callable[..., None], manifest: Manifest, verbose: int) -> None:
+    """Say each finding; of one kind only the first few unless verbose: a slimmed package lacks a thousand files."""
+    for kind in dict.fromkeys(finding.kind for finding in manifest.findings):
+        lines = [f"  {kind} {finding.where}: {finding.text}" for finding in manifest.findings if finding.kind == kind]
+        shown, more = some(lines, len(lines) if verbose else 5)
+        for line in [*shown, *([f"  {kind} … and {more} more (-v lists them)"] if more else [])]:
+            say(line, "yellow")
 
 
 def _patched(say: Any, manifest: Manifest, most: int) -> None:
@@ -144,8 +152,7 @@ def snapshot(ui: Ui, ref: SnapshotRef, manifest: Manifest, files: bool) -> None:
             ui.data(f"{entry.origin:<7} {entry.size:>12} {content} {entry.path}")
     else:
         _patched(ui.data, manifest, 50)
-    for finding in manifest.findings:
-        ui.data(f"  {finding.kind} {finding.where}: {finding.text}", "yellow")
+    _findings(ui.data, manifest, ui.verbose)
     for server in manifest.servers:
         ui.data(f"  server {' '.join(server.argv)}")
 

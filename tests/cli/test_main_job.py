@@ -43,6 +43,17 @@ def test_snapshot_names_the_file_that_was_patched_by_hand(source: Path) -> None:
     assert "engine   0.5.11" in shown.out and "patched engine/flags.py" in shown.out
 
 
+def test_of_a_thousand_missing_files_a_few_are_named(source: Path) -> None:
+    (record,) = site(source).glob("engine-*.dist-info/RECORD")
+    record.write_text(record.read_text() + "".join(f"engine/gone{number}.h,sha256=AAAA,1\n" for number in range(1000)))
+    refused = run("snapshot", "local", "--venv", str(source))
+    assert refused.code == 20 and "1000 findings" in refused.err
+    ran = run("snapshot", "local", "--venv", str(source), "--allow-drift")
+    assert ran.err.count("engine/gone") == 5 and "  missing … and 995 more (-v lists them)" in ran.err.splitlines()
+    assert run("show").out.count("engine/gone") == 5
+    assert run("show", "-v").out.count("engine/gone") == 1000
+
+
 def test_a_second_snapshot_stores_and_reads_nothing(source: Path) -> None:
     rest(site(source))
     snapshot = run("snapshot", "-q", "local", "--venv", str(source)).out.strip()
