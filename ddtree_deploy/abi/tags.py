@@ -14,6 +14,9 @@ from ddtree_deploy.abi import cuda
 from ddtree_deploy.abi.model import Site
 from ddtree_deploy.abi.rules_link import LIBC, TORCH_LIBRARY, kind_of
 
+#: Of a property with many values (architectures, sonames) so many are shown; `--json` has them all.
+SHOWN = 4
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class TagRow:
@@ -30,10 +33,15 @@ class TagRow:
 
     @property
     def brief(self) -> tuple[str, str, str]:
-        """The three values, without what all three share."""
+        """The three values, without what all three share, and of many only the first few."""
         sides = [side.split() for side in (self.source, self.target, self.result)]
         common = set(sides[0]).intersection(*sides[1:])
-        short = [" ".join([*(["…"] if common else []), *(value for value in side if value not in common)]) for side in sides]
+        own = [[value for value in side if value not in common] for side in sides]
+        rest = [len(values) - SHOWN for values in own]
+        short = [
+            " ".join([*(["…"] if common else []), *values[:SHOWN], *([f"and {more} more"] if more > 0 else [])])
+            for values, more in zip(own, rest, strict=True)
+        ]
         return short[0], short[1], short[2]
 
 

@@ -100,3 +100,10 @@ def test_a_verdict_in_plain_lines() -> None:
     system = {"cache": {"libnuma.so.1": "/lib/libnuma.so.1"}, "files": {"/lib/libnuma.so.1": {}}}
     verdict = abi.judge(abi.load({"tree": numa, "system": system}, "a"), abi.load({}, "b"), ["k"])
     assert "no set mends this: `k.so` of k 1 needs `libnuma.so.1`" in "\n".join(abi.lines(verdict))
+
+
+def test_of_many_values_the_first_few_are_shown() -> None:
+    many = " ".join(f"lib{number}.so" for number in range(13))
+    few = "lib0.so lib1.so lib2.so lib3.so and 9 more"
+    assert tags.TagRow("needs_system", many, "-", many).brief == (few, "-", few)
+    assert tags.TagRow("sm_arch", "80 90 100", "80 90", "80 90 100").brief == ("… 100", "…", "… 100")
