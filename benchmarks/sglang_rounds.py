@@ -12,7 +12,8 @@ PROMPTS is a JSON list of lists of token ids. What to do with the servers that a
     {"do": "bench", "names": [...], "concurrency": [...]}      interleaved: every server at each repeat
     {"do": "wait", "names": [], "file": PATH}                  until another run is done
 
-Writes OUT/result.json and one log a server. Servers are ended on the way out, whatever happened.
+Writes OUT/result.json and one log a server. Servers are ended on the way out, whatever happened. FIRST_PORT (31000) lets two
+runs share a machine, BOOT_LIMIT (150) is how many seconds the servers may take to come up.
 """
 
 from __future__ import annotations
@@ -348,7 +349,8 @@ def main() -> None:
     cases, prompts = (json.loads(Path(name).read_text()) for name in sys.argv[1:3])
     out = Path(sys.argv[3])
     plan = json.loads((out / "plan.json").read_text())
-    servers = [Server(case, 31000 + 7 * i, out / f"{case['name']}.log") for i, case in enumerate(cases)]
+    first = int(os.environ.get("FIRST_PORT", "31000"))
+    servers = [Server(case, first + 7 * i, out / f"{case['name']}.log") for i, case in enumerate(cases)]
     result: dict[str, Any] = {"steps": []}
     try:
         limit = float(os.environ.get("BOOT_LIMIT", "150"))
