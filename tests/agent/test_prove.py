@@ -425,7 +425,9 @@ def test_the_runtime_of_the_machines_toolkit_may_come_too(
         (["/usr/lib/x86_64-linux-gnu/libstdc++.so.6.0.30", "/usr/lib/python3.12/lib-dynload/_json.so"], []),
         (["/v/.ddtree/generations/1/site-packages/gone.so (deleted)"], 1),
         (["/memfd:libffi (deleted)", "/dev/zero (deleted)"], []),
-        (["/usr/local/cuda/lib64/libcudart.so.12.8.90", "/v/.ddtree/generations/2/site-packages/x/libcudart.so.12"], 1),
+        (["/usr/local/cuda/lib64/libcudart.so.12.8.90", "/v/.ddtree/generations/2/site-packages/x/libcudart.so.12"], []),
+        (["/usr/local/cuda/lib64/libcudart.so.12.8.90", "/v/.ddtree/generations/2/site-packages/x/libcudart.so.13"], 1),
+        (["/usr/local/cuda/lib64/libcudnn.so.9", "/v/.ddtree/generations/2/site-packages/x/libcudnn.so.9"], 1),
         (
             [
                 "/a/libcudnn.so.9",
