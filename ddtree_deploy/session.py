@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import io
 import os
 import queue
 import threading
 import time
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from ddtree_deploy import answers
 from ddtree_deploy.agent import PROTOCOL, frames, objects
+from ddtree_deploy.boot import command, shipped
 from ddtree_deploy.errors import BY_KIND, DeployError, HostUnreachable, IntegrityFailure, Interrupted
 from ddtree_deploy.events import Emit, Note, Progress, ignore
 from ddtree_deploy.hosts.base import Channel, Host
@@ -30,60 +27,11 @@ STALL_SECONDS = 600.0
 #: Answers that wait to be looked at. Progress beyond it is dropped; an honest agent has one answer at a time.
 MAX_WAITING = 64
 
-# Tried in order on the host: the first that is Python 3.9 or later runs the agent.
-_PYTHONS = ("python3", "python3.12", "python3.11", "python3.13", "python3.10", "python3.9", "/usr/bin/python3")
-_SHELL = (
-    'code=$1; mode=$2; shift 2; for p in "$@"; do case $p in "~/"*) p=$HOME/${p#"~/"};; esac; '
-    'if command -v "$p" >/dev/null 2>&1 && "$p" -I -S -c "import sys; sys.exit(sys.version_info < (3, 9))" 2>/dev/null; '
-    'then exec "$p" -I -S -c "$code" "$mode"; fi; done; echo "no python >= 3.9 among: $*" >&2; exit 127'
-)
-_BOOT = """
-import os, sys
-def take(left):
-    while left:
-        data = os.read(0, min(left, 65536))
-        if not data:
-            sys.exit(3)
-        left -= len(data)
-        yield data
-fd = os.memfd_create("ddtree-agent")
-for data in take(int(b"".join(take(8)))):
-    while data:
-        data = data[os.write(fd, data):]
-os.set_inheritable(fd, False)
-sys.path.insert(0, "/proc/self/fd/%d" % fd)
-from ddtree_deploy.agent.main import main
-main(fd)
-"""
-
 _MEND = "the host, or something between, is not what it was: look at it before you trust it"
 _PROGRESS = answers.row(answers.text, answers.number, answers.number, answers.text, answers.text)
 _ERROR = answers.fields(
     {"mend": answers.maybe(answers.text), "causes": answers.maybe(answers.each(answers.text))}, kind=answers.text, message=answers.text
 )
-
-
-@functools.cache
-def agent_zip(parts: tuple[str, ...] = ()) -> bytes:
-    """Return the agent as a zip that Python imports from memory; the same sources always give the same bytes.
-
-    `parts` are packages below `agent/` (`serving`) that only some commands need: their handlers join the agent's.
-    """
-    package = Path(__file__).parent
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
-        archive.writestr(zipfile.ZipInfo("ddtree_deploy/__init__.py"), b"")
-        agent = package / "agent"
-        for path in sorted([*agent.glob("*.py"), *(file for part in parts for file in (agent / part).glob("*.py"))]):
-            info = zipfile.ZipInfo(f"ddtree_deploy/agent/{path.relative_to(agent).as_posix()}")
-            archive.writestr(info, path.read_bytes(), zipfile.ZIP_DEFLATED)
-    return out.getvalue()
-
-
-def shipped(parts: tuple[str, ...] = ()) -> bytes:
-    """Return what the boot code reads: the size of the agent's zip in eight digits, and the zip."""
-    archive = agent_zip(parts)
-    return b"%08d" % len(archive) + archive
 
 
 class Reply(NamedTuple):
@@ -123,9 +71,7 @@ class Session:
         threading.Thread(target=self._ping_loop, daemon=True, name=f"ping {host.name}").start()
 
     def _start(self) -> Channel:
-        own = [self.host.python] if self.host.python else []
-        venv = [f"{self.host.venv}/bin/python"] if self.host.venv else []
-        argv = ["sh", "-c", _SHELL, "sh", _BOOT, ",".join(["rw" if self.writable else "ro", *self.parts]), *own, *venv, *_PYTHONS]
+        argv = command(self.host, ",".join(["rw" if self.writable else "ro", *self.parts]))
         channel = connector(self.host).start(argv)
         self._channel = channel
         try:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 # The heart (`oracle`, `plan`, `push_steps`) is imported where it is used: by then `ssh` is connecting, and a push of what is already
 # there needs none of it.
 
+
 def plan_push(host: Host, store: Store, snapshot_id: str, options: PushOptions, emit: Emit = ignore) -> Plan:
     """Plan a push without changing anything: the agent is read-only."""
     snapshot = _loaded(store, snapshot_id)

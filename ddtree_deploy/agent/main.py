@@ -97,7 +97,7 @@ WRITING: set[str] = set()
 
 
 def take_parts(names: list[str]) -> None:
-    """Add the handlers of the packages that the controller sent beside the agent's own modules (`session.agent_zip`)."""
+    """Add the handlers of the packages that the controller sent beside the agent's own modules (`boot.agent_zip`)."""
     for name in names:
         part = importlib.import_module("ddtree_deploy.agent." + name)
         HANDLERS.update(part.READS)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _DELETED = " (deleted)"
 
 
-#: What a process of ours has its code from (`session._BOOT`).
+#: What a process of ours has its code from (`boot.BOOT`).
 AGENT = "/memfd:ddtree-agent"
 
 

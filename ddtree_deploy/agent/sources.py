@@ -66,17 +66,17 @@ class Sources:
     def _elsewhere(self, digest: str) -> Source | None:
         if self._others is None:
             live = self.found.live()
-            indexes = [os.path.join(self.found.directory(number), "index") for number in self.found.numbers() if number != live]
+            others = [number for number in reversed(self.found.numbers()) if number != live]
+            indexes = {number: os.path.join(self.found.directory(number), "index") for number in others}
             if self._texts is None:
-                self._texts = [layout.Index.text(file) for file in indexes]
+                self._texts = [layout.Index.text(file) for file in indexes.values()]
             # A few new files are nowhere: to know that, no index has to be parsed.
             self._asked += 1
             if self._asked <= FEW and not any(digest.encode() in text for text in self._texts):
                 return None
             self._others = {}
-            for file in reversed(indexes):
-                index = layout.Index.load(file)
-                root = os.path.join(os.path.dirname(file), "site-packages")
+            for number, file in indexes.items():
+                index, root = layout.Index.load(file), self.found.tree(number)
                 for path, row in (index.rows if index else {}).items():
                     if row[0] == "f":
                         self._others.setdefault(row[3], []).append((root, path, row))

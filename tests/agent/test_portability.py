@@ -14,7 +14,7 @@ import pytest
 
 import ddtree_deploy.agent
 from ddtree_deploy.agent import frames
-from ddtree_deploy.session import agent_zip
+from ddtree_deploy.boot import agent_zip
 
 AGENT = Path(ddtree_deploy.agent.__file__).parent
 SOURCES = sorted(AGENT.glob("*.py"))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ddtree_deploy.agent.load import client
-from ddtree_deploy.session import agent_zip
+from ddtree_deploy.boot import agent_zip
 
 VALUE = {"max_tokens": 8, "temperature": 0, "seconds": 30}
 

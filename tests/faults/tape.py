@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, cast
 
 from ddtree_deploy.agent import frames
+from ddtree_deploy.boot import BOOT, shipped
 from ddtree_deploy.errors import DeployError, HostUnreachable
 from ddtree_deploy.hosts.base import Channel, Host
-from ddtree_deploy.session import _BOOT, shipped
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Conversation:
 
 def _code_size(argv: Sequence[str]) -> int:
     """Return how many bytes of code come before the first frame: the agent and the parts that its mode names."""
-    _mode, *parts = argv[argv.index(_BOOT) + 1].split(",")
+    _mode, *parts = argv[argv.index(BOOT) + 1].split(",")
     return len(shipped(tuple(parts)))
 
 

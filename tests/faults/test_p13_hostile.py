@@ -21,10 +21,11 @@ from ddtree_deploy.agent import frames, layout, stage
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.paths import HostilePath
 from ddtree_deploy.agent.sources import gather
+from ddtree_deploy.boot import BOOT, shipped
 from ddtree_deploy.errors import DeployError, IntegrityFailure, NoSpace
 from ddtree_deploy.manifest import encode, identity
 from ddtree_deploy.models import FileEntry
-from ddtree_deploy.session import _BOOT, Session, shipped
+from ddtree_deploy.session import Session
 from ddtree_deploy.store import Store
 from tests.faults.harness import EVERYTHING, outcome, report
 from tests.fixtures.trees import digest
@@ -256,7 +257,7 @@ def test_a_directory_swapped_for_a_link_during_staging_leads_nowhere(tmp_path: P
 
 def _agent(mode: str, data: bytes) -> subprocess.CompletedProcess[bytes]:
     """Start an agent as a controller does and send it raw bytes after its code, then the end."""
-    argv = [str(BASE_PYTHON), "-I", "-S", "-c", _BOOT, mode]
+    argv = [str(BASE_PYTHON), "-I", "-S", "-c", BOOT, mode]
     return subprocess.run(argv, input=shipped() + data, capture_output=True, timeout=60, check=False)
 
 

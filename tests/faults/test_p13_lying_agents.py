@@ -21,9 +21,10 @@ import pytest
 
 from ddtree_deploy import answers, session, upkeep
 from ddtree_deploy.agent import frames
+from ddtree_deploy.boot import BOOT, shipped
 from ddtree_deploy.errors import DeployError, HostUnreachable, IntegrityFailure, RestoreUnconfirmed
 from ddtree_deploy.hosts.base import Host
-from ddtree_deploy.session import _BOOT, Session, shipped
+from ddtree_deploy.session import Session
 from ddtree_deploy.snapshot import take
 from ddtree_deploy.store import Store
 from tests.faults.harness import EVERYTHING, check_objects, outcome, report
@@ -313,7 +314,7 @@ def test_a_tree_that_the_host_says_we_know_is_not_read_from_anywhere(stage: Stag
 @pytest.mark.parametrize("part", ["header", "payload"])
 def test_a_controller_that_dribbles_loses_its_lease(tmp_path: Path, part: str) -> None:
     venv = make_venv(tmp_path / "venv", package("alpha", "1.0"))
-    boot = _BOOT.replace("main(fd)", "main.__globals__['serve'].__defaults__ = (False, -1, 1.0); main(fd)")
+    boot = BOOT.replace("main(fd)", "main.__globals__['serve'].__defaults__ = (False, -1, 1.0); main(fd)")
     agent = subprocess.Popen(
         [str(BASE_PYTHON), "-I", "-S", "-c", boot, "rw"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ddtree_deploy.boot import agent_zip
 from ddtree_deploy.commands.launch import moment
 from ddtree_deploy.errors import UsageProblem
 from ddtree_deploy.launch import phases, signatures
@@ -17,7 +18,6 @@ from ddtree_deploy.launch.readiness import active_algorithm
 from ddtree_deploy.launch.sources import collect
 from ddtree_deploy.models import Manifest, PythonFacts, ServerCapture
 from ddtree_deploy.render.launch import command_line
-from ddtree_deploy.session import agent_zip
 
 SERVING = Path(__file__).parents[2] / "ddtree_deploy/agent/serving"
 
