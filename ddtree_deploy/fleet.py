@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from ddtree_deploy import waiting
 from ddtree_deploy.errors import DeployError, RestoreUnconfirmed
 from ddtree_deploy.events import Event, Step
 from ddtree_deploy.hosts.base import Host
@@ -109,7 +110,7 @@ class Fleet:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            waiting.join(thread)
         if self._broken is not None:
             raise self._broken
         return list(self._ends)

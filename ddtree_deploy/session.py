@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
-from ddtree_deploy import answers
+from ddtree_deploy import answers, waiting
 from ddtree_deploy.agent import PROTOCOL, frames, objects
 from ddtree_deploy.boot import command, shipped
 from ddtree_deploy.errors import BY_KIND, DeployError, HostUnreachable, IntegrityFailure, Interrupted
@@ -175,7 +175,7 @@ class Session:
 
     def _next(self, timeout: float) -> tuple[dict[str, Any], bytes]:
         try:
-            item = self._replies.get(timeout=timeout)
+            item = waiting.take(self._replies, timeout)
         except queue.Empty:
             raise HostUnreachable(f"`{self.host.name}` does not answer: nothing came for {timeout:.0f} s") from None
         if isinstance(item, frames.ProtocolError):

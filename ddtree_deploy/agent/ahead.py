@@ -27,7 +27,8 @@ def ahead(make: Callable[[], T]) -> Callable[[], T]:
     thread.start()
 
     def value() -> T:
-        thread.join()
+        while thread.is_alive():
+            thread.join(0.5)  # not for good: a signal may have gone to another thread, and only the main one acts on it
         if errors:
             raise errors[0]
         return made[0]
