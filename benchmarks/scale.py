@@ -161,7 +161,7 @@ END_TO_END = """
 from pathlib import Path
 from ddtree_deploy.snapshot import take
 from ddtree_deploy.store import Store
-from ddtree_deploy.push_request import PushOptions
+from ddtree_deploy.push.request import PushOptions
 from ddtree_deploy.transfer import push
 from ddtree_deploy.hosts.base import Host
 sys.path.insert(0, os.path.join({repo!r}))

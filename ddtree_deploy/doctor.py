@@ -93,7 +93,7 @@ def _known_hosts() -> Iterator[Check]:
 
 
 def _sshd() -> Iterator[Check]:
-    from ddtree_deploy.demo_sshd import sshd_binary
+    from ddtree_deploy.demo.sshd import sshd_binary
 
     binary = sshd_binary()
     if binary is None:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddtree_deploy.confirmation import confirm
 from ddtree_deploy.errors import UsageProblem
 from ddtree_deploy.events import Emit, Note, Step, ignore
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.models import GenerationInfo, Proofs, RolledBack, Status, Use
-from ddtree_deploy.push_request import ROOTS
+from ddtree_deploy.push.confirmation import confirm
+from ddtree_deploy.push.request import ROOTS
 from ddtree_deploy.session import Reply, Session
 from ddtree_deploy.snapshot import import_proof
 
@@ -154,7 +154,7 @@ def rollback(
         rows = session.ask("probe-live", modules, patience=3600.0, confirm_timeout=confirm_timeout, **probing).value
         proofs = Proofs(where="live", imports=tuple(import_proof(row) for row in rows))
         if not proofs.ok:
-            from ddtree_deploy.push_steps import failed_lines
+            from ddtree_deploy.push.steps import failed_lines
 
             # The generation we came from may be just as broken; then the user's choice stands.
             lines = "; ".join(failed_lines(proofs)[:3])

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ddtree_deploy.agent.ahead import ahead
-from ddtree_deploy.confirmation import confirm
 from ddtree_deploy.errors import (
     Incompatible,
     IntegrityFailure,
@@ -18,16 +17,17 @@ from ddtree_deploy.errors import (
 from ddtree_deploy.events import Emit, Step, ignore
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.models import Inventory, Manifest, Plan, Pushed, Use
-from ddtree_deploy.push_request import Clock, PushOptions, asked
-from ddtree_deploy.read_once import ReadOnce
+from ddtree_deploy.push.confirmation import confirm
+from ddtree_deploy.push.read_once import ReadOnce
+from ddtree_deploy.push.request import Clock, PushOptions, asked
 from ddtree_deploy.session import Session
 from ddtree_deploy.store import Store
 from ddtree_deploy.survey import Survey, inventory, survey
 
 if TYPE_CHECKING:
-    from ddtree_deploy.relay import Relay
+    from ddtree_deploy.push.relay import Relay
 
-# The heart (`oracle`, `plan`, `push_steps`) is imported where it is used: by then `ssh` is connecting, and a push of what is already
+# The heart (`oracle`, `plan`, `push.steps`) is imported where it is used: by then `ssh` is connecting, and a push of what is already
 # there needs none of it.
 
 
@@ -77,7 +77,7 @@ def push(
         if plan.empty and plan.base_generation is not None and not seen.fields["unfinished"]:
             return _already(host, snapshot_id, seen.fields, clock)
         _approved(plan, approve)
-        from ddtree_deploy.push_steps import PushSteps
+        from ddtree_deploy.push.steps import PushSteps
 
         work = PushSteps(host, once, session, plan, options, clock, emit, relay)
         if work.begin():
@@ -118,7 +118,7 @@ def push(
 def _read_ahead(store: ReadOnce, snapshot_id: str) -> None:
     """Use the time that a connection takes; what fails here fails again where it is needed, and is told there."""
     if store.read_ahead(snapshot_id):
-        from ddtree_deploy import push_steps  # noqa: F401
+        from ddtree_deploy.push import steps  # noqa: F401
 
 
 def _there(session: Session) -> bool:

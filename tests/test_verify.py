@@ -12,7 +12,7 @@ from ddtree_deploy.errors import UsageProblem
 from ddtree_deploy.events import Event, Note
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.models import Plan
-from ddtree_deploy.push_request import PushOptions
+from ddtree_deploy.push.request import PushOptions
 from ddtree_deploy.snapshot import take
 from ddtree_deploy.store import Store
 from ddtree_deploy.transfer import push

@@ -31,7 +31,7 @@ def demo(
     Snapshot, diff, push with proofs, a broken snapshot refused, rollback. Two hosts that are really separate venvs,
     over a loopback sshd where this user can start one. No root, no second machine, under two minutes.
     """
-    from ddtree_deploy.demo import run
+    from ddtree_deploy.demo.story import run
 
     def say(text: str) -> None:
         # A command stays with what it prints; a remark begins a new paragraph.

@@ -49,7 +49,7 @@ def diff(
 ) -> int:
     """Show what a push would change: packages, and files with --files."""
     from ddtree_deploy.config import load
-    from ddtree_deploy.push_request import PushOptions
+    from ddtree_deploy.push.request import PushOptions
     from ddtree_deploy.render import plan_views
     from ddtree_deploy.store import Store
     from ddtree_deploy.transfer import plan_push
@@ -150,7 +150,7 @@ def push(
     """
     from ddtree_deploy.commands import pushing
     from ddtree_deploy.config import load
-    from ddtree_deploy.push_request import PushOptions
+    from ddtree_deploy.push.request import PushOptions
     from ddtree_deploy.store import Store
 
     config, store = load(), Store.open()

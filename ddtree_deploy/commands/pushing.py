@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from ddtree_deploy.events import Emit, Event
     from ddtree_deploy.hosts.base import Host
     from ddtree_deploy.models import Plan, Pushed
-    from ddtree_deploy.push_request import PushOptions
-    from ddtree_deploy.relay import Relay
+    from ddtree_deploy.push.relay import Relay
+    from ddtree_deploy.push.request import PushOptions
     from ddtree_deploy.store import Store
 
 
@@ -35,7 +35,7 @@ def push_one(
 
     if not restart:
         return work(lambda: None)
-    from ddtree_deploy.restart import push_and_restart
+    from ddtree_deploy.push.restart import push_and_restart
 
     return push_and_restart(where, work, emit=emit)
 
@@ -82,9 +82,9 @@ def push_fleet(
     relayed: bool,
 ) -> int:
     """Push to several hosts, print the table, and raise what the run ends with."""
-    from ddtree_deploy.fleet import End, Fleet, failure
-    from ddtree_deploy.read_once import ReadOnce
-    from ddtree_deploy.relay import Relay
+    from ddtree_deploy.push.fleet import End, Fleet, failure
+    from ddtree_deploy.push.read_once import ReadOnce
+    from ddtree_deploy.push.relay import Relay
     from ddtree_deploy.render import fleet_views
 
     once, relay = ReadOnce(store), Relay() if relayed else None
@@ -128,8 +128,8 @@ def push_fleet(
 def plan_fleet(ui: Ui, hosts: list[Host], store: Store, identity: str, options: PushOptions, files: bool) -> int:
     """Show what a push to several hosts would do; a host that can not be planned does not hide the others."""
     from ddtree_deploy.errors import DeployError
-    from ddtree_deploy.fleet import End, State, failure
-    from ddtree_deploy.read_once import ReadOnce
+    from ddtree_deploy.push.fleet import End, State, failure
+    from ddtree_deploy.push.read_once import ReadOnce
     from ddtree_deploy.render import fleet_views, plan_views
     from ddtree_deploy.transfer import plan_push
 

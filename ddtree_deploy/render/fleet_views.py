@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ddtree_deploy.errors import RestoreUnconfirmed, RevertedAfterFailure
-from ddtree_deploy.fleet import End, State
+from ddtree_deploy.push.fleet import End, State
 from ddtree_deploy.render import as_json, plan_views, views
 from ddtree_deploy.render.table import columns
 from ddtree_deploy.render.words import error_lines, plural, short, size

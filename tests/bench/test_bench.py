@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddtree_deploy.agent.serving.ports import is_free
-from ddtree_deploy.demo_sshd import free_port
+from ddtree_deploy.demo.sshd import free_port
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.launch import Options, lifecycle
 from ddtree_deploy.launch.argv import Request

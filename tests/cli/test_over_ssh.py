@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree_deploy.demo_sshd import LoopbackSshd, loopback_sshd, sshd_binary
+from ddtree_deploy.demo.sshd import LoopbackSshd, loopback_sshd, sshd_binary
 from tests.cli.conftest import run
 from tests.fixtures.venvs import contents, site
 

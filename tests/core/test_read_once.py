@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddtree_deploy.errors import IntegrityFailure
-from ddtree_deploy.read_once import ReadOnce
+from ddtree_deploy.push.read_once import ReadOnce
 from tests.fixtures.world import make_world
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddtree_deploy.agent.serving.supervisor import offspring
-from ddtree_deploy.demo import SOURCE_WHEELS, TARGET_WHEELS
+from ddtree_deploy.demo.story import SOURCE_WHEELS, TARGET_WHEELS
 from tests.faults.harness import EVERYTHING, report
 from tests.launch.conftest import until
 

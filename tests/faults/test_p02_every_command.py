@@ -22,7 +22,7 @@ import pytest
 from ddtree_deploy import upkeep
 from ddtree_deploy.errors import HostUnreachable, Incompatible, IoProblem, NoSpace, RestoreUnconfirmed, RevertedAfterFailure
 from ddtree_deploy.generations import prune_generations, release
-from ddtree_deploy.push_request import PushOptions
+from ddtree_deploy.push.request import PushOptions
 from ddtree_deploy.snapshot import take
 from ddtree_deploy.store import Store
 from tests.faults.harness import check_generations, check_objects, in_lanes, litter, live_generation, outcome, report, rest, thin

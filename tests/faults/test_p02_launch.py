@@ -21,7 +21,7 @@ import pytest
 
 from ddtree_deploy.agent.serving.place import supervisors
 from ddtree_deploy.agent.serving.supervisor import members
-from ddtree_deploy.demo_sshd import free_port
+from ddtree_deploy.demo.sshd import free_port
 from ddtree_deploy.errors import DeployError, UsageProblem
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.launch import Options, lifecycle, restart, running, stop

@@ -16,9 +16,9 @@ import pytest
 
 from ddtree_deploy import session as conversation
 from ddtree_deploy.agent import durable
-from ddtree_deploy.confirmation import confirm
 from ddtree_deploy.errors import RestoreUnconfirmed, RevertedAfterFailure
 from ddtree_deploy.events import Event, Note, ignore
+from ddtree_deploy.push.confirmation import confirm
 from ddtree_deploy.session import Session
 from tests.faults.harness import ROOT_ONLY, in_lanes, ledger, litter, live_generation, outcome, report, rest
 from tests.fixtures.venvs import BASE_PYTHON, SITE, contents, make_venv, package, site

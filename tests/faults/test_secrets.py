@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree_deploy.demo_sshd import LoopbackSshd, free_port, loopback_sshd, sshd_binary
+from ddtree_deploy.demo.sshd import LoopbackSshd, free_port, loopback_sshd, sshd_binary
 from tests.cli.conftest import COMMAND, Ran, run
 from tests.faults.test_p02_system_calls import strace_works
 from tests.fixtures.venvs import Dist, make_venv, package, site

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddtree_deploy.errors import DeployError, Incompatible, ProofFailed, RestoreUnconfirmed
-from ddtree_deploy.fleet import End, State, failure, moves
+from ddtree_deploy.push.fleet import End, State, failure, moves
 
 #: How a host will behave: its plan fails, it has the snapshot, its push fails, its push succeeds.
 FATES = ("bad plan", "current", "bad push", "good")

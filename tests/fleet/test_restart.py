@@ -15,7 +15,7 @@ from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.launch import Options, Server, lifecycle, running
 from ddtree_deploy.launch.argv import Request
 from ddtree_deploy.models import Pushed
-from ddtree_deploy.restart import push_and_restart
+from ddtree_deploy.push.restart import push_and_restart
 from ddtree_deploy.snapshot import take
 from ddtree_deploy.store import Store
 from ddtree_deploy.transfer import push

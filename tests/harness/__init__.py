@@ -2,7 +2,7 @@
 
 One sshd on 127.0.0.1 (any user; this machine's own files)::
 
-    from ddtree_deploy.demo_sshd import loopback_sshd
+    from ddtree_deploy.demo.sshd import loopback_sshd
     with loopback_sshd(tmp_path, aliases=("ct1", "ct2")) as sshd:
         Host("ct1", address="ct1", ssh_config=str(sshd.client_config))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddtree_deploy.demo_sshd import client_config, make_key, sshd_binary, sshd_config
+from ddtree_deploy.demo.sshd import client_config, make_key, sshd_binary, sshd_config
 from ddtree_deploy.hosts.base import Host
 
 CLONE_NEWNET = 0x40000000

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree_deploy.demo_sshd import loopback_sshd, sshd_binary
+from ddtree_deploy.demo.sshd import loopback_sshd, sshd_binary
 from ddtree_deploy.errors import HostUnreachable
 from tests.harness.lab import Lab, lab_missing, two_hosts
 
@@ -17,7 +17,7 @@ TRIAL = """
 import os, sys, tempfile
 from pathlib import Path
 sys.path[:0] = {path!r}
-from ddtree_deploy.demo_sshd import loopback_sshd
+from ddtree_deploy.demo.sshd import loopback_sshd
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.hosts.connect import connector
 with tempfile.TemporaryDirectory() as folder, loopback_sshd(Path(folder) / "sshd") as sshd:
@@ -52,7 +52,7 @@ def test_an_ordinary_user_can_run_it(lab: Lab) -> None:
 
 
 def test_without_sshd_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddtree_deploy.demo_sshd.sshd_binary", lambda: None)
+    monkeypatch.setattr("ddtree_deploy.demo.sshd.sshd_binary", lambda: None)
     with pytest.raises(HostUnreachable, match="no `sshd`") as caught, loopback_sshd(tmp_path):
         pass
     assert "openssh-server" in caught.value.mend

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddtree_deploy.demo_sshd import LoopbackSshd, loopback_sshd, sshd_binary
+from ddtree_deploy.demo.sshd import LoopbackSshd, loopback_sshd, sshd_binary
 
 needs_sshd = pytest.mark.skipif(sshd_binary() is None, reason="no sshd on this machine: install openssh-server")
 

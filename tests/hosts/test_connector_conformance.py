@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree_deploy.demo_sshd import LoopbackSshd
+from ddtree_deploy.demo.sshd import LoopbackSshd
 from ddtree_deploy.errors import DeployError, HostUnreachable, Incompatible, UsageProblem
 from ddtree_deploy.hosts.base import Channel, Connector, Host
 from ddtree_deploy.hosts.connect import connector

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree_deploy.demo_sshd import LoopbackSshd, make_key
+from ddtree_deploy.demo.sshd import LoopbackSshd, make_key
 from ddtree_deploy.errors import DeployError, HostKeyProblem, UsageProblem
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.hosts.connect import connector

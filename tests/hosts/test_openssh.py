@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree_deploy.demo_sshd import LoopbackSshd
+from ddtree_deploy.demo.sshd import LoopbackSshd
 from ddtree_deploy.errors import HostUnreachable
 from ddtree_deploy.hosts.base import Channel, Host
 from ddtree_deploy.hosts.connect import connector

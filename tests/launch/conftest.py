@@ -15,7 +15,7 @@ import pytest
 
 from ddtree_deploy.agent.serving.start import STANDALONE_IMPORTS
 from ddtree_deploy.agent.serving.supervisor import members
-from ddtree_deploy.demo_sshd import free_port
+from ddtree_deploy.demo.sshd import free_port
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.launch.argv import Request
 from tests.fixtures.venvs import Dist, make_venv

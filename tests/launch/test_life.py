@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from ddtree_deploy.demo_sshd import free_port, loopback_sshd, sshd_binary
+from ddtree_deploy.demo.sshd import free_port, loopback_sshd, sshd_binary
 from tests.cli.conftest import Ran, run
 from tests.fixtures.venvs import make_venv, package, site
 from tests.launch.conftest import end_launches, until

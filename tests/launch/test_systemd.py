@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree_deploy.demo_sshd import free_port
+from ddtree_deploy.demo.sshd import free_port
 from tests.launch import systemd
 from tests.launch.conftest import until
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddtree_deploy import demo_tether
-from ddtree_deploy.demo_sshd import free_port
+from ddtree_deploy.demo import tether
+from ddtree_deploy.demo.sshd import free_port
 from ddtree_deploy.errors import DeployError, HostUnreachable, UsageProblem
 
 SOURCE_WHEELS = ("jinja2==3.1.6", "markupsafe==3.0.2", "packaging==25.0")
@@ -74,16 +74,16 @@ def run(say: Callable[[str], None], keep: Path | None = None) -> None:
 def _tethered(keep: Path | None) -> Iterator[Path]:
     """Give the directory to play in; nothing that is started meanwhile, and no directory of ours, outlives this process."""
     mark = uuid.uuid4().hex
-    argv = [sys.executable, "-m", demo_tether.__name__, mark, *([str(keep)] if keep else [])]
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as tether:
-        assert tether.stdin and tether.stdout
-        os.environ[demo_tether.MARK] = mark
+    argv = [sys.executable, "-m", tether.__name__, mark, *([str(keep)] if keep else [])]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as holder:
+        assert holder.stdin and holder.stdout
+        os.environ[tether.MARK] = mark
         try:
-            yield Path(os.fsdecode(tether.stdout.readline()).rstrip("\n"))
+            yield Path(os.fsdecode(holder.stdout.readline()).rstrip("\n"))
         finally:
-            del os.environ[demo_tether.MARK]
-            tether.stdin.close()
-            tether.wait()  # a second Ctrl-C ends the waiting, not the tether
+            del os.environ[tether.MARK]
+            holder.stdin.close()
+            holder.wait()  # a second Ctrl-C ends the waiting, not the tether
 
 
 def _play(stage: Stage, say: Callable[[str], None]) -> None:
@@ -165,12 +165,12 @@ def _quiet(argv: list[str], problem: str) -> None:
 @contextlib.contextmanager
 def _reachable(root: Path, say: Callable[[str], None]) -> Iterator[dict[str, str]]:
     """Make `ct129` and `ct200` names of hosts: over a loopback sshd when one can run here, else as local hosts."""
-    from ddtree_deploy.demo_sshd import loopback_sshd
+    from ddtree_deploy.demo.sshd import loopback_sshd
 
     env = {**os.environ, "DDTREE_HOME": str(root / "home"), "COLUMNS": os.environ.get("COLUMNS", "110")}
     with contextlib.ExitStack() as stack:
         try:
-            mark = {demo_tether.MARK: os.environ[demo_tether.MARK]}  # for what is started through it
+            mark = {tether.MARK: os.environ[tether.MARK]}  # for what is started through it
             sshd = stack.enter_context(loopback_sshd(root / "sshd", aliases=("ct129", "ct200"), environment=mark))
             # An sshd that runs may still refuse this user (a locked account, say).
             argv = ["ssh", "-F", str(sshd.client_config), "-o", "BatchMode=yes", "ct129", "true"]

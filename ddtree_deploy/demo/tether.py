@@ -1,4 +1,4 @@
-"""End a demo, however it ends: `python -m ddtree_deploy.demo_tether MARK [DIRECTORY]`, in a session of its own.
+"""End a demo, however it ends: `python -m ddtree_deploy.demo.tether MARK [DIRECTORY]`, in a session of its own.
 
 It says where the demo may play (a new temporary directory, unless one is given), and waits for the end of its input, whose
 other end nobody but the demo holds: the kernel closes it also at a SIGKILL. Then it kills what the demo started, known by the mark

@@ -12,22 +12,22 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from ddtree_deploy import oracle
-from ddtree_deploy.confirmation import Fresh, outcome_after_loss
 from ddtree_deploy.errors import DeployError, HostUnreachable, IntegrityFailure, ProofFailed, RestoreUnconfirmed, RevertedAfterFailure
 from ddtree_deploy.events import Emit, Note, Step
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.models import STOCK, Plan, Proofs
 from ddtree_deploy.overlay import PROBES, excused
 from ddtree_deploy.plan import probe_modules
-from ddtree_deploy.push_request import Clock, PushOptions, asked
-from ddtree_deploy.sending import Sent, send
+from ddtree_deploy.push.confirmation import Fresh, outcome_after_loss
+from ddtree_deploy.push.request import Clock, PushOptions, asked
+from ddtree_deploy.push.sending import Sent, send
 from ddtree_deploy.session import Session
 from ddtree_deploy.snapshot import import_proof
 from ddtree_deploy.store import Store
 from ddtree_deploy.survey import Survey
 
 if TYPE_CHECKING:
-    from ddtree_deploy.relay import Fed, Relay
+    from ddtree_deploy.push.relay import Fed, Relay
 
 
 @dataclass
