@@ -12,7 +12,6 @@ import pytest
 ALLOWED_SKIPS = (
     "needs a GPU",
     "needs sglang",
-    "needs triton",
     "needs Python 3.9",
     "needs zsh",
     "needs fish",

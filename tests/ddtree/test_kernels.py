@@ -15,6 +15,7 @@ from ddtree.tree import build_tree_batch, sort_log_probs
 from ddtree.walk import greedy_walk_batch
 from tests.ddtree.cases import draw_log_probs
 
+pytestmark = pytest.mark.slow
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
