@@ -13,26 +13,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+import shutil
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
 from torch.nn import functional as F
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-import tiny_corpus as text  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import tiny_corpus as text
+from tiny_drafter import block_loss, features_of, start_from_target, written
+from tiny_target import Target
+from tiny_tokens import Stream, prepare
+from tiny_training import DEVICE, WORKING, autocast, log, run_for
 
-from ddtree.server.drafter import Drafter, DrafterConfig, Layer, RMSNorm, Rotary  # noqa: E402
-
-START = time.time()
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WORKING = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+from ddtree.server.drafter import Drafter, DrafterConfig
 
 
 @dataclass(frozen=True)
@@ -56,265 +57,7 @@ SIZES = {
 }
 
 
-def log(*words: object) -> None:
-    print(f"[{time.time() - START:6.1f}]", *words, flush=True)
-
-
-# ---- data
-
-
-def prepare(out: Path, roots: list[Path], vocab: int, limit_mb: float) -> None:
-    """Write the tokenizer, the token stream with its document starts, and the held-out prompts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    corpus = text.collect(roots, limit_mb)
-    log(len(corpus.train), "documents,", round(sum(map(len, corpus.train)) / 1e6, 1), "MB")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        corpus.train[::3],
-        trainers.BpeTrainer(
-            vocab_size=vocab,
-            special_tokens=list(text.SPECIAL),
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    (out / "tokenizer").mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(out / "tokenizer/tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": text.SPECIAL[text.IM_END],
-        "pad_token": text.SPECIAL[text.END_OF_TEXT],
-        "model_max_length": 8192,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": text.CHAT_TEMPLATE,
-    }
-    (out / "tokenizer/tokenizer_config.json").write_text(json.dumps(settings, indent=1))
-
-    def stream(documents: list[str]) -> tuple[Tensor, Tensor]:
-        ids: list[int] = []
-        starts = []
-        for i in range(0, len(documents), 256):
-            for encoded in tokenizer.encode_batch(documents[i : i + 256]):
-                starts.append(len(ids))
-                ids += [*encoded.ids, text.END_OF_TEXT]
-        return torch.tensor(ids, dtype=torch.int16), torch.tensor(starts)
-
-    train, starts = stream(list(corpus.train))
-    held, held_starts = stream([*corpus.held_out_code, *(text.chat(q, a) for q, a in corpus.held_out_chats)])
-    torch.save({"train": train, "starts": starts, "held": held, "held_starts": held_starts}, out / "tokens.pt")
-    openings = []
-    for source in corpus.held_out_code:
-        lines = source.splitlines()
-        for at in (len(lines) // 3, 2 * len(lines) // 3):
-            openings.append("\n".join(lines[at : at + 8]) + "\n")
-    prompts = {
-        "code": openings[:40],
-        "chat": [q for q, _ in corpus.held_out_chats[:40]],
-        "exercise": [q for q, _ in corpus.held_out_exercises[:40]],
-    }
-    (out / "prompts.json").write_text(json.dumps(prompts, indent=1))
-    log(f"{len(train) / 1e6:.1f} M tokens, vocabulary {tokenizer.get_vocab_size()}, held out {len(held) / 1e6:.2f} M")
-
-
-@dataclass(frozen=True)
-class Stream:
-    """A token stream and where its documents start."""
-
-    ids: Tensor
-    starts: Tensor
-
-    def windows(self, count: int, length: int, at_starts: float) -> Tensor:
-        """Draw windows [count, length], a share of them at document starts."""
-        last = len(self.ids) - length
-        anywhere = torch.randint(0, last, (count,), device=self.ids.device)
-        first = self.starts[torch.randint(0, len(self.starts), (count,), device=self.ids.device)].clamp(max=last)
-        begin = torch.where(torch.rand(count, device=self.ids.device) < at_starts, first, anywhere)
-        return self.ids[begin[:, None] + torch.arange(length, device=self.ids.device)].long()
-
-    def before_answers(self, count: int, length: int, marker: Tensor) -> Tensor:
-        """Draw windows that end where an assistant's answer is about to start."""
-        hits = (self.ids.unfold(0, len(marker), 1) == marker.to(self.ids)).all(1).nonzero()[:, 0] + len(marker)
-        hits = hits[hits > length]
-        end = hits[torch.randint(0, len(hits), (count,), device=self.ids.device)]
-        return self.ids[end[:, None] - length + torch.arange(length, device=self.ids.device)].long()
-
-
-# ---- target
-
-
-class Body(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_target_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-
-class Target(nn.Module):
-    """A Qwen3 language model whose layers are the drafter's, under the names transformers gives them."""
-
-    def __init__(self, config: DrafterConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.model = Body(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.rope_table = Rotary(config)
-        for name, p in self.named_parameters():
-            if p.dim() == 2:
-                into_residual = "o_proj" in name or "down_proj" in name
-                nn.init.normal_(p, std=0.02 / (math.sqrt(2 * config.num_target_layers) if into_residual else 1))
-
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return final hidden states and the features the drafter reads, for `ids` [batch, tokens]."""
-        x = self.model.embed_tokens(ids)
-        rope = self.rope_table(x, torch.arange(ids.shape[1], device=ids.device)[None])
-        features = []
-        for i, layer in enumerate(self.model.layers):
-            x = layer(x, rope, causal=True)
-            if i in self.config.target_layer_ids:
-                features.append(x)
-        return self.model.norm(x), torch.cat(features, -1)
-
-    @torch.no_grad()
-    def write(self, prompts: Tensor, length: int, temperature: Tensor) -> Tensor:
-        """Continue `prompts` [batch, tokens] to `length` tokens, each row at its own temperature [batch]."""
-        batch, given = prompts.shape
-        c = self.config
-        shape = (batch, c.num_key_value_heads, length, c.head_dim)
-        cache = [
-            (prompts.new_zeros(shape, dtype=WORKING), prompts.new_zeros(shape, dtype=WORKING))
-            for _ in self.model.layers
-        ]
-        out = torch.zeros(batch, length, dtype=torch.long, device=prompts.device)
-        out[:, :given] = prompts
-        heat = temperature[:, None].clamp(min=1e-6)
-        table = self.rope_table(prompts.new_zeros(1, dtype=WORKING), torch.arange(length, device=prompts.device)[None])
-        begin, end = 0, given
-        while end < length:
-            x = self.model.embed_tokens(out[:, begin:end])
-            rope = (table[0][:, begin:end], table[1][:, begin:end])
-            for layer, (keys, values) in zip(self.model.layers, cache, strict=True):
-                h = layer.input_layernorm(x)
-                keys[:, :, begin:end], values[:, :, begin:end] = layer.self_attn.keys_values(h, rope)
-                q = layer.self_attn.queries(h, rope)
-                x = x + layer.self_attn.attend(q, keys[:, :, :end], values[:, :, :end], causal=begin == 0)
-                x = x + layer.mlp(layer.post_attention_layernorm(x))
-            logits = self.lm_head(self.model.norm(x[:, -1])).float()
-            gumbel = -torch.empty_like(logits).exponential_().log()
-            out[:, end] = (logits + torch.where(heat > 1e-3, heat, 0) * gumbel).argmax(-1)
-            begin, end = end, end + 1
-        return out
-
-
-def run_for(
-    seconds: float,
-    module: nn.Module,
-    peak: float,
-    loss_of: Callable[[int], Tensor],
-    what: str,
-    report: Callable[[], str],
-    every: int,
-) -> None:
-    """Optimise until the time is up: AdamW, short warm-up, then the rate falls linearly to nothing."""
-    matrices = [p for p in module.parameters() if p.dim() == 2]
-    others = [p for p in module.parameters() if p.dim() != 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=DEVICE == "cuda")
-    begin, step = time.time(), 0
-    while (done := (time.time() - begin) / seconds) < 1:
-        for group in optimizer.param_groups:
-            group["lr"] = peak * min(1, (step + 1) / 200) * (1 - done) + 1e-6
-        loss = loss_of(step)
-        loss.backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        step += 1
-        if step <= 3:  # compiling is not training
-            begin = time.time()
-        if step % min(every, 500) == 0 or step == 1:
-            log(what, "step", step, "loss", round(loss.item(), 3), report() if step % every == 0 else "")
-    log(what, "done after", step, "steps:", report())
-
-
-# ---- drafter
-
-
-def written(target: Target, data: Stream, marker: Tensor, rows: int, length: int) -> Tensor:
-    """Let the target continue document starts and chat questions; add some of the original text."""
-    parts = [data.windows(rows, length, 0.5)]
-    heat = torch.tensor([0.0] * 6 + [0.7] * 2 + [1.0] * 2, device=DEVICE).repeat(math.ceil(rows / 10))[:rows]
-    for given in (16, 32, 64, 128):
-        parts.append(target.write(data.windows(rows, given, 0.8), length, heat))
-        log("wrote", rows, "continuations of", given, "tokens")
-    for given in (48, 96):
-        parts.append(target.write(data.before_answers(rows, given, marker), length, heat))
-        log("wrote", rows, "answers after", given, "tokens")
-    return torch.cat(parts)
-
-
-@torch.no_grad()
-def features_of(target: Target, ids: Tensor) -> Tensor:
-    """Return what the drafter reads for `ids` [rows, tokens]: [rows, tokens, width]."""
-    width = len(target.config.target_layer_ids) * target.config.hidden_size
-    features = torch.empty(*ids.shape, width, dtype=WORKING, device=DEVICE)
-    for i in range(0, len(ids), 64):
-        features[i : i + 64] = target(ids[i : i + 64])[1]
-    return features
-
-
-@torch.no_grad()
-def start_from_target(drafter: Drafter, target: Target) -> None:
-    """Start the drafter as the target's last layers, reading the features that those layers read."""
-    first = target.config.num_target_layers - len(drafter.layers)
-    for i, layer in enumerate(drafter.layers):
-        layer.load_state_dict(target.model.layers[first + i].state_dict())
-    drafter.norm.load_state_dict(target.model.norm.state_dict())
-    middle = target.model.layers[first + len(drafter.layers) // 2]
-    drafter.hidden_norm.load_state_dict(middle.input_layernorm.state_dict())
-    size = target.config.hidden_size
-    read = target.config.target_layer_ids.index(max(i for i in target.config.target_layer_ids))
-    drafter.fc.weight.mul_(0.1)
-    drafter.fc.weight[:, read * size : (read + 1) * size] += torch.eye(size, device=drafter.fc.weight.device)
-
-
-def block_loss(
-    drafter: Drafter, target: Target, ids: Tensor, features: Tensor, anchors: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return (weighted loss, tokens right before the first wrong one) for blocks at `anchors` [batch, blocks].
-
-    Many blocks of one sequence are drafted in one pass: each sees the features before its anchor, and itself.
-    """
-    size = drafter.config.block_size
-    batch, length = ids.shape
-    positions = (anchors[:, :, None] + torch.arange(size, device=ids.device)).flatten(1)
-    truth = ids.gather(1, positions).unflatten(1, (-1, size))
-    block = torch.full_like(truth, text.MASK)
-    block[:, :, 0] = truth[:, :, 0]
-    owner = torch.arange(positions.shape[1], device=ids.device) // size
-    before = torch.arange(length, device=ids.device) < anchors.repeat_interleave(size, 1)[:, :, None]
-    own = (owner[:, None] == owner).expand(batch, -1, -1)
-    mask = torch.cat([before, own], -1)[:, None]
-    context = drafter.project(features, torch.arange(length, device=ids.device)[None])
-    hidden = drafter(target.model.embed_tokens(block.flatten(1)), positions, context, mask)
-    logits = target.lm_head(hidden.unflatten(1, (-1, size))[:, :, 1:]).float()
-    truth = truth[:, :, 1:]
-    loss = F.cross_entropy(logits.flatten(0, 2), truth.flatten(), reduction="none").view(truth.shape)
-    weight = torch.exp(
-        -torch.arange(size - 1, device=ids.device) / 7.0
-    )  # a late token counts only if all before it are right
-    right = (logits.argmax(-1) == truth).int().cumprod(-1).sum(-1).float()
-    return (loss * weight).mean() / weight.mean(), right
-
-
 def save(out: Path, weights: dict[str, Tensor], config: dict[str, Any]) -> None:
-    from safetensors.torch import save_file
-
     out.mkdir(parents=True, exist_ok=True)
     bf16 = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in weights.items()}
     save_file(bf16, str(out / "model.safetensors"), metadata={"format": "pt"})
@@ -378,8 +121,6 @@ class Setting:
 
 
 def setting(args: argparse.Namespace) -> Setting:
-    from tokenizers import Tokenizer
-
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     tensors = torch.load(args.data / "tokens.pt")
@@ -396,22 +137,14 @@ def setting(args: argparse.Namespace) -> Setting:
     )
 
 
-def autocast() -> torch.autocast:
-    return torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda")
-
-
 def trained_target(at: Setting) -> Target:
     """Load the target that will be served: its weights rounded to bf16."""
-    from safetensors.torch import load_file
-
     target = Target(at.config)
     target.load_state_dict({k: v.float() for k, v in load_file(at.out / "target/model.safetensors").items()})
     return target.to(DEVICE, WORKING).requires_grad_(False).eval()
 
 
 def train_target(at: Setting, args: argparse.Namespace) -> None:
-    import shutil
-
     target = Target(at.config).to(DEVICE)
 
     def next_token_loss(x: Tensor) -> Tensor:
@@ -441,7 +174,8 @@ def train_target(at: Setting, args: argparse.Namespace) -> None:
 
 def write(at: Setting, args: argparse.Namespace) -> None:
     target = trained_target(at)
-    few, greedy = max(args.rows // 8, 8), torch.zeros(max(args.rows // 8, 8), device=DEVICE)
+    few = max(args.rows // 8, 8)
+    greedy = torch.zeros(few, device=DEVICE)
     lessons = {
         "train": written(target, at.stream, at.marker, args.rows, args.length),
         "code": target.write(at.held.windows(few, 64, 0.5), args.length, greedy),
