@@ -79,7 +79,7 @@ def run(
                     emit(Doing(host.name, f"launch {arm.variant.name}"))
                     ready(arm.variant.name, lifecycle.launch(arm.prepared, options, emit, lambda server: _note(up, server)))
                 elif step.kind == "stop":
-                    lifecycle.stop(host, arm.name, drain=0, emit=emit)
+                    lifecycle.stop(host, arm.name, launch=up[arm.name], drain=0, emit=emit)
                     session.ask("bench-forget", venv=host.venv, name=arm.name, launch=up.pop(arm.name))
                 else:
                     words = "warm up" if step.kind == "warm" else f"round {step.round + 1}"
@@ -88,8 +88,8 @@ def run(
                     if step.kind == "measure":
                         samples.append(sample)
     finally:
-        for name in list(up):
-            _end(host, name, emit)
+        for name, launch in up.items():
+            _end(host, name, launch, emit)
     return tuple(samples)
 
 
@@ -120,9 +120,9 @@ def _note(up: dict[str, str], server: Server) -> None:
     up[server.record.name] = server.launch
 
 
-def _end(host: Host, name: str, emit: Emit) -> None:
+def _end(host: Host, name: str, launch: str, emit: Emit) -> None:
     try:
-        lifecycle.stop(host, name, drain=0, emit=emit)
+        lifecycle.stop(host, name, launch=launch, drain=0, emit=emit)
     except DeployError as problem:
         text = f"server {name} of this bench may still run: {problem.message}; `ddtree-deploy stop {host.name} --port {name}`"
         emit(Note(host.name, text, "warn"))

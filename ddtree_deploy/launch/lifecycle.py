@@ -171,7 +171,8 @@ def _prove(session: Session, server: Server, options: Options) -> Ready:
         session.ask("serve-proved", {"ok": False, "why": problem.message[:300]}, **note)
         if not options.keep:
             emit(Step(host.name, "stop what did not become ready"))
-            session.ask("serve-stop", venv=host.venv, name=server.record.name, drain=0, patience=300.0, who=who())
+            # This launch alone (`note`): somebody may have stopped it and started another.
+            session.ask("serve-stop", drain=0, patience=300.0, who=who(), **note)
         raise
     fields = {"ok": True, "algorithm": ready.algorithm, "seconds": round(ready.seconds, 1), "completions": ready.completions}
     session.ask("serve-proved", fields, **note)
@@ -195,18 +196,19 @@ def looked(session: Session, name: str = "") -> tuple[Server, ...]:
     return tuple(parse(session.host.name, row) for row in rows)
 
 
-def stop(host: Host, name: str = "", *, drain: float | None = None, emit: Emit = ignore) -> Stopped:
+def stop(host: Host, name: str = "", *, launch: str | None = None, drain: float | None = None, emit: Emit = ignore) -> Stopped:
     """Stop a server: the one of that name (its port), or the only one. Answers in progress get `drain` seconds (None: as launched).
 
-    Every process of the launch is gone then, and the result says whether port and GPU memory are back.
+    Every process of the launch that is there now is gone then, and the result says whether port and GPU memory are back. With
+    `launch` (`Server.launch`) nothing is ended when another launch has taken its place.
     """
     emit(Step(host.name, "stop"))
     with open_session(host, writable=True, emit=emit) as session:
-        value = session.ask("serve-stop", venv=host.venv, name=name, drain=drain, patience=600.0, who=who()).value
-    rows = tuple(value["gpus"])
+        value = session.ask("serve-stop", venv=host.venv, name=name, launch=launch, drain=drain, patience=600.0, who=who()).value
     return Stopped(
-        host.name, value["name"], value["was"], value["seconds"], value["killed"], tuple(value["left"]), value["port_free"], rows
-    )
+        host.name, value["name"], value["was"], value["seconds"], value["killed"], tuple(value["left"]), value["port_free"],
+        tuple(value["gpus"]), value["replaced_by"],
+    )  # fmt: skip
 
 
 def start(host: Host, record: Record, *, options: Options | None = None, emit: Emit = ignore) -> Ready:
@@ -234,7 +236,7 @@ def restart(host: Host, name: str = "", *, options: Options | None = None, drain
         raise UsageProblem(what, mend="name one with `--port`" if candidates else "start one with `ddtree-deploy launch`")
     server = candidates[0]
     if server.runs:
-        stop(host, server.record.name, drain=drain, emit=emit)
+        stop(host, server.record.name, launch=server.launch, drain=drain, emit=emit)
     return start(host, server.record, options=options, emit=emit)
 
 

@@ -59,7 +59,10 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """How a stop ended. `killed` counts processes that did not end by themselves; `gpus` has `index`, `free`, `before`, `back`."""
+    """How a stop ended. `killed` counts processes that did not end by themselves; `gpus` has `index`, `free`, `before`, `back`.
+
+    `replaced_by` says whose launch took the place of the one that was stopped, and when: port and memory are that one's.
+    """
 
     host: str
     name: str
@@ -69,6 +72,7 @@ class Stopped:
     left: tuple[int, ...] = ()
     port_free: bool = True
     gpus: tuple[Mapping[str, Any], ...] = ()
+    replaced_by: str = ""
 
     @property
     def memory_back(self) -> bool:

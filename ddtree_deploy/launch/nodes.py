@@ -53,7 +53,7 @@ def launch_all(
         if not options.keep:
             for one, server in started:
                 with contextlib.suppress(DeployError):
-                    stop(one.host, server.record.name, drain=0, emit=emit)
+                    stop(one.host, server.record.name, launch=server.launch, drain=0, emit=emit)
         raise
 
 

@@ -63,7 +63,9 @@ class Watch:
             self.emit(Step(self.host, f"load: {self.phase.name}"))
         if self.phase.percent >= 0 and self.phase != before:
             self.emit(Progress(self.host, f"load: {self.phase.name}", self.phase.percent, 100, "%"))
-        self.server = self.parse(self.host, value["server"])
+        mine, self.server = self.server.launch, self.parse(self.host, value["server"])
+        if self.server.launch != mine:
+            raise self.failure(f"it was stopped, and another launch took its place, by {self.server.who} at {self.server.started}")
         if self.server.phase in OVER or self.server.restarts:
             raise self.failure(f"the server ended before it was ready: {ending(self.server.last)}")
 

@@ -84,6 +84,8 @@ def stopped(ui: Ui, found: Stopped) -> None:
     memory = ", GPU memory is back" if found.gpus and found.memory_back else ""
     was = f" (was {found.was})" if found.was != "serving" else ""
     ui.data(f"{found.host}: server {found.name} stopped{was} in {seconds(found.seconds)}{killed}{memory}")
+    if found.replaced_by:
+        ui.warn(f"{found.host}: another launch took its place, by {found.replaced_by}; it was left alone")
     if found.left:
         ui.warn(f"{found.host}: these processes do not end: {', '.join(map(str, found.left))}; a driver may hold them, look at `dmesg`")
     if not found.port_free:
