@@ -8,26 +8,22 @@ with tiny shared objects.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-import oracle
-
-PARTS = ("torch", "triton", "nvidia", "sgl_kernel")  # what was copied by hand
+from oracle_bench import PARTS, Bench, command_line, copy_by_hand, hosts, link_over, open_bench
 
 
 class Story:
     """Three venvs of hard links, a store of their own, and the commands that are run on them."""
 
-    def __init__(self, bench: oracle.Bench) -> None:
+    def __init__(self, bench: Bench) -> None:
         self.bench, self.root = bench, bench.root / "story"
         self.env = {**os.environ, "DDTREE_HOME": str(self.root / "home"), "NO_COLOR": "1"}
         self.wrong = 0
@@ -37,7 +33,7 @@ class Story:
         subprocess.run([self.bench.python, "-m", "venv", "--without-pip", str(self.root / name)], check=True)
         site = next((self.root / name).glob("lib/python*/site-packages"))
         for dist in dists:
-            subprocess.run(["cp", "-alf", f"{dist}/.", str(site)], check=True)
+            link_over(dist, site)
         return site
 
     def run(self, *argv: str) -> tuple[int, str]:
@@ -56,15 +52,12 @@ class Story:
 
 def tell(story: Story) -> None:
     """Ask for sglang alone, for torch without its kernels, push the set that is named, and look at the merged tree."""
-    old, new, pure = oracle.hosts(story.bench)
+    old, new, pure = hosts(story.bench)
     story.venv("ct129", [*pure, *new])
     story.venv("ct200", [*pure, *old])
     merged = story.venv("merged", [*pure, *old])
     for part in PARTS:
-        for dist in new:
-            if (dist / part).is_dir():
-                (merged / part).mkdir(exist_ok=True)
-                subprocess.run(["cp", "-alf", f"{dist / part}/.", str(merged / part)], check=True)
+        copy_by_hand(new, part, merged)
     target = str(story.root / "ct200")
 
     # The static libraries were left out when the wheels were unpacked: drift, which is accepted here.
@@ -87,15 +80,9 @@ def tell(story: Story) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, default=Path(tempfile.gettempdir()) / "ddtree-oracle")
-    parser.add_argument("--python", default=oracle.python312(), help="a Python 3.12, for the wheels are cp312")
-    parser.add_argument("--keep", action="store_true", help="keep the unpacked wheels for the next run")
+    parser = command_line(__doc__)
     options = parser.parse_args()
-    if options.python is None:
-        parser.error("there is no Python 3.12 here: name one with --python")
-    bench = oracle.Bench(options.root, options.python)
-    bench.dists.mkdir(parents=True, exist_ok=True)
+    bench = open_bench(parser, options)
     story = Story(bench)
     shutil.rmtree(story.root, ignore_errors=True)
     story.root.mkdir()
