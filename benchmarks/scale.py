@@ -74,7 +74,6 @@ STORE = """
 from pathlib import Path
 from ddtree_deploy import upkeep
 from ddtree_deploy.store import Store
-from ddtree_deploy import upkeep
 home = Path(HERE, "store-%d" % N)
 store = Store.open(home)
 """
@@ -129,8 +128,8 @@ DISK: dict[str, tuple[str, str]] = {
         "vouch = [[e[0], e[4], e[5], e[3], e[6], e[7], digest(int(e[0].split('_')[1][:-3]))] for e in entries]\n"
         "wanted = sorted((v[0], 'f', e[2], e[3], v[6]) for v, e in zip(vouch, entries))\nsources = gather(found, entries, vouch)\n"
         "os.makedirs(found.directory(1))",
-        "index, used = stage.build(Quiet(), found, found.tree(1), wanted, sources)\nstage.stamp(index, walk.walk(found.tree(1)))\n"
-        "index.save(os.path.join(found.directory(1), 'index'))",
+        "index, used = stage.build(Quiet(), found, found.tree(1), wanted, sources)\n"
+        "index.save(os.path.join(found.directory(1), 'index'), walk.walk(found.tree(1)))",
     ),
     "agent: index, load and look up": (
         TREE + "entries = walk.walk(found.tree(1))",
@@ -164,7 +163,6 @@ from ddtree_deploy.store import Store
 from ddtree_deploy.push.request import PushOptions
 from ddtree_deploy.transfer import push
 from ddtree_deploy.hosts.base import Host
-sys.path.insert(0, os.path.join({repo!r}))
 from tests.fixtures.venvs import make_venv, package, BASE_PYTHON
 base = Path(HERE, "e2e-%d" % N)
 store = Store.open(base / "home")

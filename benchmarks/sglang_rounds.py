@@ -18,122 +18,16 @@ runs share a machine, BOOT_LIMIT (150) is how many seconds the servers may take 
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import os
 import random
-import signal
 import statistics
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-START = time.monotonic()
-COMMON = ["--host", "127.0.0.1", "--grammar-backend", "none", "--mem-fraction-static", "0.6", "--random-seed", "0"]
-
-
-def log(*words: object) -> None:
-    print(f"[{time.monotonic() - START:6.1f}]", *words, flush=True)
-
-
-@dataclass
-class Server:
-    """One server process and how to talk to it."""
-
-    case: dict[str, Any]
-    port: int
-    log: Path
-    process: subprocess.Popen[bytes] | None = None
-    up_after: float | None = None
-    failure: str | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return str(self.case["name"])
-
-    def start(self) -> None:
-        env = {**os.environ, **self.case.get("env", {})}
-        if "pythonpath" in self.case:
-            env["PYTHONPATH"] = f"{self.case['pythonpath']}:{env.get('PYTHONPATH', '')}"
-        command = [
-            sys.executable,
-            "-m",
-            "sglang.launch_server",
-            "--model-path",
-            self.case["model"],
-            "--port",
-            str(self.port),
-        ]
-        with self.log.open("wb") as out:
-            self.process = subprocess.Popen(
-                [*command, *COMMON, *self.case["args"]],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=env,
-                start_new_session=True,
-            )
-
-    def poll(self) -> bool:
-        """Start the server once the files it waits for are there; return whether the outcome is known."""
-        if self.process is None:
-            if Path(self.case.get("wait_for", "/")).exists():
-                self.start()
-            return False
-        if self.up_after is None and self.failure is None:
-            text = self.log.read_text(errors="replace")
-            if "fired up and ready" in text:
-                self.up_after = round(time.monotonic() - START, 1)
-                log("up", self.name)
-            elif self.process.poll() is not None:
-                self.failure = text[-2500:]
-                wanted = self.case.get("fails_with")
-                self.facts["refused"] = bool(wanted and wanted in text)
-                log("ended", self.name, "as it must" if self.facts["refused"] else self.failure)
-        return self.up_after is not None or self.failure is not None
-
-    def stop(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self.process is not None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    def ask(self, ids: list[int], **params: Any) -> dict[str, Any]:
-        """Generate; returns SGLang's answer with `stamps`, the time of each piece that arrived and its token count."""
-        body = json.dumps({"input_ids": ids, "sampling_params": {"temperature": 0, **params}, "stream": True})
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        try:
-            connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            if response.status != 200:
-                raise RuntimeError(response.read()[:300])
-            answer: dict[str, Any] = {}
-            stamps = []
-            for line in response:
-                if line.startswith(b"data:") and b"[DONE]" not in line:
-                    answer = json.loads(line[5:])
-                    if "error" in answer:
-                        raise RuntimeError(answer["error"])
-                    stamps.append((time.monotonic(), answer["meta_info"]["completion_tokens"]))
-            return {**answer, "stamps": stamps}
-        finally:
-            connection.close()
-
-    def in_use(self) -> int:
-        """Return how many cache slots are neither free nor evictable."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request("GET", "/get_load")
-        loads = json.loads(connection.getresponse().read())
-        return sum(int(load["num_tokens"]) for load in loads)
-
-
-def many(server: Server, jobs: list[tuple[list[int], dict[str, Any]]], concurrency: int) -> list[dict[str, Any]]:
-    with ThreadPoolExecutor(concurrency) as pool:
-        return list(pool.map(lambda job: server.ask(job[0], **job[1]), jobs))
+from sglang_server import START, Server, acceptance, log, many
 
 
 def mixed_jobs(
@@ -146,10 +40,7 @@ def mixed_jobs(
         ids = prompts[index % len(prompts)]
         if index % 3 == 1:
             ids = ids[: max(4, len(ids) // 2)]
-        params: dict[str, Any] = {
-            "max_new_tokens": rng.choice(lengths),
-            "ignore_eos": index % 4 != 0,
-        }
+        params: dict[str, Any] = {"max_new_tokens": rng.choice(lengths), "ignore_eos": index % 4 != 0}
         if index % 5 == 0 and stops:
             params["stop_token_ids"] = stops[:2]
         jobs.append((ids, params))
@@ -157,6 +48,7 @@ def mixed_jobs(
 
 
 def greedy(servers: list[Server], step: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
+    """Ask all servers the same and compare with the reference; where texts part, say whether it was a near tie."""
     stops: list[int] = step.get("stops", [])
     outcome: dict[str, Any] = {}
     outputs: dict[str, dict[str, list[list[int]]]] = {}
@@ -247,26 +139,22 @@ def seeded(servers: list[Server], step: dict[str, Any], prompts: list[list[int]]
             logits = target_logits(step["model"], ids + out)[0][len(ids) - 1 : -1]
             positions = torch.arange(len(ids) - 1, len(ids) + len(out) - 1, device=logits.device)
             seeds = torch.full_like(positions, params["sampling_seed"])
-            score = torch.log_softmax(logits / temperature, dim=1).double() + seeded_gumbel(
-                seeds, positions, logits.shape[1]
-            )
+            noise = seeded_gumbel(seeds, positions, logits.shape[1])
+            score = torch.log_softmax(logits / temperature, dim=1).double() + noise
             token = torch.tensor(out, device=logits.device)
             miss = score.amax(dim=1) - score.gather(1, token[:, None])[:, 0]
             # The first token comes from the prefill, which SGLang samples itself.
             right += int((miss[1:] <= 0).sum())
             total += len(out) - 1
             worst = max(worst, float(miss[1:].max()))
-        outcome[server.name] = {
-            "tokens": total,
-            "equal": right,
-            "worst_gap": round(worst, 5),
-            "acceptance": acceptance(answers),
-        }
+        equal = {"tokens": total, "equal": right, "worst_gap": round(worst, 5)}
+        outcome[server.name] = {**equal, "acceptance": acceptance(answers)}
         log("seeded", server.name, outcome[server.name])
     return outcome
 
 
 def leak(servers: list[Server], step: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
+    """Ask many requests of all kinds and count the slots that are in use afterwards."""
     outcome = {}
     for server in servers:
         jobs = mixed_jobs(prompts, step.get("stops", []), step["requests"], (1, 3, 9, 17, 33))
@@ -285,14 +173,8 @@ def leak(servers: list[Server], step: dict[str, Any], prompts: list[list[int]]) 
     return outcome
 
 
-def acceptance(answers: list[dict[str, Any]]) -> float | None:
-    """Return tokens per verify round, bonus included; None without speculation."""
-    rounds = sum(int(a["meta_info"].get("spec_verify_ct") or 0) for a in answers)
-    tokens = sum(int(a["meta_info"]["completion_tokens"]) - 1 for a in answers)
-    return round(tokens / rounds, 3) if rounds else None
-
-
 def bench(servers: list[Server], step: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
+    """Time the servers in turns at each concurrency: tokens per second, acceptance, and the waits between tokens."""
     new = step.get("new_tokens", 128)
     outcome: dict[str, Any] = {server.name: {} for server in servers}
     for level in step["concurrency"]:
@@ -315,23 +197,16 @@ def bench(servers: list[Server], step: dict[str, Any], prompts: list[list[int]])
                     for a, b in zip(answer["stamps"], answer["stamps"][1:], strict=False)
                     for _ in range(max(1, b[1] - a[1]))
                 ]
-                cell = outcome[server.name].setdefault(
-                    str(level), {"tokens_per_second": [], "acceptance": [], "itl_ms": []}
-                )
+                empty: dict[str, list[Any]] = {"tokens_per_second": [], "acceptance": [], "itl_ms": []}
+                cell = outcome[server.name].setdefault(str(level), empty)
                 cell["tokens_per_second"].append(round(sum(len(a["output_ids"]) for a in answers) / seconds, 1))
                 cell["acceptance"].append(acceptance(answers))
                 cuts = statistics.quantiles(waits, n=100)
                 cell["itl_ms"].append([round(1000 * cuts[49], 3), round(1000 * cuts[98], 3)])
         for server in servers:
             cell = outcome[server.name][str(level)]
-            log(
-                "bench",
-                f"c{level}",
-                server.name,
-                statistics.median(cell["tokens_per_second"]),
-                cell["acceptance"][0],
-                cell["itl_ms"][0],
-            )
+            rate = statistics.median(cell["tokens_per_second"])
+            log("bench", f"c{level}", server.name, rate, cell["acceptance"][0], cell["itl_ms"][0])
     return outcome
 
 

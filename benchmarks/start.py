@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.transfer import DDTREE, Account, timed
+from benchmarks.costs import DDTREE, Account, timed
 from tests.harness.lab import Lab, lab_missing, two_hosts
 
 

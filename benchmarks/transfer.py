@@ -9,137 +9,25 @@ The target's disk is a fresh ext4, or a tmpfs with --ram.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.costs import DDTREE, Account, Cost, timed
 from tests.harness.lab import Lab, lab_missing, two_hosts
 
 WHEELS = ("torch==2.14.1", "numpy", "transformers==5.6.0", "tokenizers", "safetensors", "sglang==0.5.11")
-FIVE = (
-    "spec_info.py", "dflash_info.py", "dflash_worker.py", "ddtree_utils.py", "server_args.py",
-)  # fmt: skip
-DDTREE = [sys.executable, "-m", "ddtree_deploy"]
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one run cost: wall seconds, CPU seconds of the whole machine, peak memory of controller and agent (MiB)."""
-
-    wall: float
-    cpu: float
-    controller_mib: float = 0.0
-    agent_mib: float = 0.0
-    proofs: float = 0.0
-    syntax: float = 0.0
-
-
-class Account:
-    """Count the CPU seconds of this process and of all that it starts, dead or alive (a cgroup of its own, cgroups(7))."""
-
-    def __init__(self) -> None:
-        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-        root = next((Path(words[1]) for words in mounts if words[2] == "cgroup2"), None)
-        if root is None:
-            raise SystemExit("no cgroup2 is mounted: mount -t cgroup2 none /sys/fs/cgroup/unified")
-        self.group = root / f"ddtree-bench-{os.getpid()}"
-        self.home = root / Path("/proc/self/cgroup").read_text().split("\n0::")[-1].splitlines()[0].lstrip("/")
-
-    def __enter__(self) -> Account:
-        for left in self.group.parent.glob("ddtree-bench-*"):  # of an earlier run; one that is in use stays
-            with suppress(OSError):
-                left.rmdir()
-        self.group.mkdir()
-        (self.group / "cgroup.procs").write_text(str(os.getpid()))
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        (self.home / "cgroup.procs").write_text(str(os.getpid()))
-        with suppress(OSError):  # what a run left in the background is still ending; the next run removes it
-            self.group.rmdir()
-
-    def seconds(self) -> float:
-        return int((self.group / "cpu.stat").read_text().split()[1]) / 1e6
-
-
-class Watch:
-    """Sample the peak resident memory of the controller and of the agent while a command runs."""
-
-    def __init__(self) -> None:
-        self.peak = {"controller": 0.0, "agent": 0.0}
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._loop, daemon=True)
-
-    def _loop(self) -> None:
-        while not self._stop.wait(0.25):
-            for status in Path("/proc").glob("[0-9]*/status"):
-                try:
-                    command = (status.parent / "cmdline").read_bytes()
-                    role = (
-                        "agent"
-                        if b"ddtree-agent" in command and b"ssh" not in command[:40]
-                        else "controller"
-                        if b"ddtree_deploy" in command and b"-m" in command
-                        else ""
-                    )
-                    if role:
-                        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-                        self.peak[role] = max(self.peak[role], int(line.split()[1]) / 1024)
-                except (OSError, StopIteration):
-                    continue
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
-def timed(account: Account, lab: Lab, command: list[str] | str, env: dict[str, str] | None = None, *, may_fail: bool = False) -> Cost:
-    """Run a command in the controller's network and return what it cost."""
-    argv = ["sh", "-c", command] if isinstance(command, str) else command
-    os.sync()
-    with Watch() as watch:
-        before, begun = account.seconds(), time.monotonic()
-        done = lab.run(argv, env=env)
-        wall, cpu = time.monotonic() - begun, account.seconds() - before
-    if done.returncode and not may_fail:
-        raise SystemExit(f"{argv} failed with {done.returncode}:\n{done.stderr[-3000:]}{done.stdout[-2000:]}")
-    proofs = syntax = 0.0
-    if "--json" in argv:
-        result = json.loads(done.stdout.splitlines()[-1])
-        phases = _find(result, "phases") or {}
-        proofs, syntax = phases.get("imports", 0.0), phases.get("prove", 0.0)
-        print(f"      phases { ({k: round(v, 2) for k, v in phases.items()}) }", file=sys.stderr)
-    return Cost(wall, cpu, watch.peak["controller"], watch.peak["agent"], proofs, syntax)
-
-
-def _find(value: object, key: str) -> dict[str, float] | None:
-    if isinstance(value, dict):
-        if key in value:
-            return value[key]
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            found = _find(item, key)
-            if found is not None:
-                return found
-    return None
+FIVE = ("spec_info.py", "dflash_info.py", "dflash_worker.py", "ddtree_utils.py", "server_args.py")
 
 
 class Bench:
@@ -275,12 +163,8 @@ def report(bench: Bench, arguments: argparse.Namespace) -> str:
     lines: list[str] = []
     if "first" in arguments.cases:
         rounds = [bench.run_first(set(filter(None, arguments.only.split(",")))) for _ in range(arguments.rounds)]
-        lines += [
-            "",
-            f"First copy, {arguments.mbit or 'unshaped'}",
-            "",
-            *table(rounds, "rsync -a" if "rsync -a" in rounds[0] else next(iter(rounds[0]))),
-        ]
+        base = "rsync -a" if "rsync -a" in rounds[0] else next(iter(rounds[0]))
+        lines += ["", f"First copy, {arguments.mbit or 'unshaped'}", "", *table(rounds, base)]
     if "again" in arguments.cases:
         rounds = [bench.run_again() for _ in range(arguments.rounds)]
         for case, base in (("nothing", "nothing: rsync -a"), ("five", "five: chained scp")):

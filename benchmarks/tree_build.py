@@ -25,7 +25,6 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ddtree.layout import ancestor_mask, ancestor_mask_batch, flat_mask
-from ddtree.topk import shard_topk
 from ddtree.tree import TreeBatch, build_tree, build_tree_batch, build_tree_heap, quantise, sort_log_probs
 from ddtree.walk import greedy_walk_batch
 
@@ -242,58 +241,6 @@ def gpu_round_table() -> list[str]:
     return rows
 
 
-def check(cases: int, seed: int) -> int:
-    """Compare every GPU form with the CPU form on random cases with ties, -inf, NaN and tiny vocabularies."""
-    from ddtree.kernels.round_triton import flat_mask_triton, greedy_walk_triton
-    from ddtree.kernels.topk_triton import shard_topk_triton
-    from ddtree.kernels.tree_triton import build_tree_triton
-
-    generator = torch.Generator().manual_seed(seed)
-
-    def pick(options: tuple[int, ...]) -> int:
-        return options[int(torch.randint(len(options), (1,), generator=generator))]
-
-    trees = 0
-    for case in range(cases):
-        bs, limit, vocabulary = pick((1, 2, 5, 16)), pick((1, 2, 5, 15)), pick((2, 40, 300, 5000))
-        budget = pick((1, 7, 16, 64, 127, 256, 1024))
-        logits = torch.randn(bs, limit, vocabulary, generator=generator) * pick((0, 1, 3, 8))
-        if case % 3 == 0:
-            logits = (logits * 2).round() / 2
-        if case % 4 == 0:
-            logits[torch.rand(logits.shape, generator=generator) < 0.3] = -torch.inf
-        if case % 7 == 0:
-            logits[torch.rand(logits.shape, generator=generator) < 0.05] = torch.nan
-        k = min(budget, vocabulary)
-        rows = logits.reshape(bs * limit, vocabulary).to("cuda", torch.bfloat16 if case % 2 else torch.float32)
-        host, device = shard_topk(rows.cpu(), k), shard_topk_triton(rows, k)
-        assert torch.equal(host.values, device.values.cpu()), (case, "top-k values")
-        assert torch.equal(host.ids, device.ids.cpu()), (case, "top-k ids")
-        assert torch.allclose(host.lse, device.lse.cpu(), rtol=1e-6, atol=1e-5), (case, "logsumexp")
-        logp = (host.values - host.lse[:, None].float()).nan_to_num(nan=-torch.inf).clamp(max=0.0)
-        logp, ids = logp.view(bs, limit, k), host.ids.view(bs, limit, k)
-        roots = torch.arange(bs)
-        kernel = build_tree_triton(logp.cuda(), ids.cuda(), budget, roots.cuda())
-        stairs = build_tree_batch(logp.cuda(), ids.cuda(), budget, root_tokens=roots.cuda())
-        for name in ("tokens", "parents", "depths", "scores", "n_valid"):
-            assert torch.equal(getattr(kernel, name), getattr(stairs, name)), (case, name)
-        for index in range(bs):
-            mine, ours = kernel.tree(index), build_tree(logp[index], budget, token_ids=ids[index], root_token=index)
-            assert (mine.token_ids, mine.parents, mine.depths) == (ours.token_ids, ours.parents, ours.depths), case
-            trees += 1
-        # Follow mostly existing children, so that walks are long.
-        follow = torch.randint(0, vocabulary, kernel.tokens.shape, generator=generator).cuda()
-        follow.scatter_(1, kernel.parents.clamp(min=0), kernel.tokens)
-        a, b = greedy_walk_batch(kernel, follow, limit), greedy_walk_triton(kernel, follow, limit)
-        assert torch.equal(a.path, b.path) and torch.equal(a.tokens, b.tokens), (case, "walk")
-        assert torch.equal(a.lengths, b.lengths), (case, "walk length")
-        lengths = torch.randint(0, 300, (bs,), generator=generator)
-        total = int(lengths.sum())
-        wide = flat_mask(ancestor_mask_batch(kernel.parents, limit), lengths.cuda(), total)
-        assert torch.equal(wide, flat_mask_triton(kernel.parents, lengths.cuda(), total, limit)), (case, "mask")
-    return trees
-
-
 def main() -> None:
     """Run what this machine can run."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -315,6 +262,8 @@ def main() -> None:
 
         say(f"GPU: {torch.cuda.get_device_name()}, triton {triton.__version__}", "")
         if options.check:
+            from tree_check import check
+
             # Every block size is a kernel to compile: share that out.
             jobs, context = min(8, options.check), multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(jobs, mp_context=context) as pool:
