@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     from ddtree_deploy.agent.push import Push
+    from ddtree_deploy.agent.venvs import Making
     from ddtree_deploy.agent.walk import Entry
 
     Requests = queue.SimpleQueue[tuple[dict[str, Any], bytes] | None]
@@ -39,6 +40,7 @@ class Session:
         self.read_only = read_only
         self.zip_fd = zip_fd
         self.push: Push | None = None  # the open push of this connection
+        self.made: Making | None = None  # the venv that was made for the push which has not begun
         #: The newest scan: root, entries, directories, fingerprint.
         self.walked: tuple[str, list[Entry], dict[str, int], str] | None = None
         self.current: int | None = None
@@ -214,6 +216,8 @@ def serve(fd_in: int, fd_out: int, read_only: bool = False, zip_fd: int = -1, le
     session.abort()
     requests.put(None)
     worker.join(timeout=15)
+    if session.made is not None:
+        session.made.remove()
     if session.push is not None:
         from ddtree_deploy.agent.push import close
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import os
 import re
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from typing import Any
 
-#: In a venv that is being made; a run that dies leaves it, and the next one begins anew.
+#: In a venv that is being made, until a push takes it; a run that dies leaves it, and the next one begins anew.
 UNFINISHED = ".ddtree-unfinished"
 _GENERATION = re.compile(r"(?:^|/)\.ddtree/generations/(\d+)/site-packages/?\Z")
 
@@ -139,22 +140,54 @@ def find(minor: str, candidates: Iterable[str] = ()) -> dict[str, Any] | None:
     return None
 
 
-def _empty(venv: str) -> None:
-    """Remove what is in a directory; the mark that it is unfinished goes last."""
-    for name in sorted(os.listdir(venv), key=lambda name: name == UNFINISHED):
-        path = os.path.join(venv, name)
-        shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+class Making:
+    """A venv that is being made: it goes again unless it is kept. Its mark is locked meanwhile, so that two runs do not make one."""
+
+    def __init__(self, venv: str) -> None:
+        self.venv = venv
+        self.python: dict[str, Any] = {}
+        self._there = os.path.isdir(venv)
+        os.makedirs(venv, exist_ok=True)
+        self._mark = os.path.join(venv, UNFINISHED)
+        self._fd = os.open(self._mark, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._fd)
+            raise Failure("locked", "`%s` is being made by another run" % venv) from None
+        self._clear()
+
+    def _clear(self) -> None:
+        for name in os.listdir(self.venv):
+            path = os.path.join(self.venv, name)
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            elif path != self._mark:
+                os.unlink(path)
+
+    def keep(self) -> None:
+        """Make it an ordinary venv, also for a host that loses power now: what bears the mark is emptied by the next run."""
+        os.unlink(self._mark)
+        durable.sync_directory(self.venv)
+        os.close(self._fd)
+
+    def remove(self) -> None:
+        """Leave what was there before: nothing, or an empty directory."""
+        self._clear()
+        os.unlink(self._mark)
+        if not self._there:
+            os.rmdir(self.venv)
+        os.close(self._fd)
 
 
-def create(venv: str, minor: str, candidates: Iterable[str] = ()) -> dict[str, Any]:
-    """Make the venv by the first interpreter of `minor` that is found; return the facts of its interpreter.
+def create(venv: str, minor: str, candidates: Iterable[str] = ()) -> Making:
+    """Make the venv by the first interpreter of `minor` that is found, which `python` of the answer tells of.
 
     Raises Failure when there is no such interpreter, or something is there already. What a failure leaves is removed.
     """
     venv = os.path.abspath(os.path.expanduser(venv))
-    if _unfinished(venv) and not os.path.islink(venv):
-        _empty(venv)
-    if os.path.lexists(venv) and (not os.path.isdir(venv) or os.path.islink(venv) or os.listdir(venv)):
+    begun = _unfinished(venv) and not os.path.islink(venv)
+    if os.path.lexists(venv) and not begun and (not os.path.isdir(venv) or os.path.islink(venv) or os.listdir(venv)):
         mend = "give another with `--venv PATH`, or push without `--create`"
         raise Failure("usage", "`%s` is there already" % venv, mend)
     base = find(minor, candidates)
@@ -164,10 +197,8 @@ def create(venv: str, minor: str, candidates: Iterable[str] = ()) -> dict[str, A
             "the host has no CPython %s to make a venv of" % minor,
             mend="install it there, for example by `uv python install %s`" % minor,
         )
-    there = os.path.isdir(venv)
+    making = Making(venv)
     try:
-        os.makedirs(venv, exist_ok=True)
-        durable.write_file(os.path.join(venv, UNFINISHED), b"")
         subprocess.run(
             [base["found_as"], "-I", "-m", "venv", "--without-pip", venv],
             stdin=subprocess.DEVNULL,
@@ -176,15 +207,11 @@ def create(venv: str, minor: str, candidates: Iterable[str] = ()) -> dict[str, A
             check=True,
             cwd="/",
         )
-        made = facts.python_facts(os.path.join(venv, "bin", "python"))
+        making.python = facts.python_facts(os.path.join(venv, "bin", "python"))
         durable.sync_file_system(venv)
-        os.unlink(os.path.join(venv, UNFINISHED))
-        return made
+        return making
     except (OSError, subprocess.SubprocessError, Failure) as error:
-        if there:
-            _empty(venv)
-        else:
-            shutil.rmtree(venv, ignore_errors=True)
+        making.remove()
         detail = (getattr(error, "stderr", None) or b"").decode("utf-8", "replace").strip().splitlines()
         why = "`%s` could not make the venv `%s`" % (base["found_as"], venv)
         raise Failure("incompatible", why, causes=detail[-5:] or [str(error)]) from None

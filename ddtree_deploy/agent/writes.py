@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from ddtree_deploy.agent.walk import Entry
 
 
-def create(_session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
-    """Make the venv with an interpreter of the host that has the wanted minor version."""
-    return {"_big": venvs.create(os.path.abspath(os.path.expanduser(header["venv"])), header["minor"], header.get("candidates", []))}
+def create(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
+    """Make the venv with an interpreter of the host that has the wanted minor version; without a push it goes with the connection."""
+    session.made = venvs.create(header["venv"], header["minor"], header.get("candidates", []))
+    return {"_big": session.made.python}
 
 
 def begin(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
@@ -48,6 +49,9 @@ def begin(session: Session, header: dict[str, Any], _value: object) -> dict[str,
     push = Push(found, lock_fd, tidy.wait_until_still(found), who)
     session.push = push
     push.keep_generations = int(header.get("keep_generations", 3))
+    if session.made is not None:
+        session.made.keep()
+        session.made = None
     stirred = bool(found.partials()) or os.path.exists(found.journal)
     recovered = switch.recover(found, push.python)
     push.journal = switch.write_journal(found, {

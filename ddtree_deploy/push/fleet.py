@@ -1,7 +1,8 @@
 """Push to several hosts: plan all, let the first prove, then the rest in parallel.
 
 When a host may move on is a pure function of where all of them are (`moves`); the threads only ask it. A host that waits for its
-turn holds its plan and its read-only connection, and nothing on the host: what changed there meanwhile is a stale plan (exit 21).
+turn holds its plan and its connection, and nothing on the host but the empty venv of `--create`, which goes with the connection: what
+changed there meanwhile is a stale plan (exit 21).
 """
 
 from __future__ import annotations

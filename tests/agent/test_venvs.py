@@ -80,17 +80,24 @@ def test_a_conda_environment_and_one_with_system_packages(place: Place) -> None:
 
 
 def test_a_venv_is_made_with_the_interpreter_that_is_found(tmp_path: Path) -> None:
-    known = venvs.create(str(tmp_path / "deep" / "venv"), MINOR, [BASE])
+    making = venvs.create(str(tmp_path / "deep" / "venv"), MINOR, [BASE])
+    known = making.python
     assert known["version"].startswith(MINOR + ".")
     seen = venvs.inspect(str(tmp_path / "deep" / "venv"))
-    assert seen["is_venv"]
+    assert seen["is_venv"] and not seen["exists"]
+    with pytest.raises(Failure, match="is being made by another run"):
+        venvs.create(str(tmp_path / "deep" / "venv"), MINOR, [BASE])
+    making.keep()
+    assert venvs.inspect(str(tmp_path / "deep" / "venv"))["exists"]
     assert seen["site"] == known["purelib"]
     assert os.listdir(tmp_path / "deep" / "venv" / known["purelib"]) == []
 
 
 def test_an_empty_directory_may_become_a_venv_and_a_full_one_may_not(tmp_path: Path) -> None:
     (tmp_path / "venv").mkdir()
-    venvs.create(str(tmp_path / "venv"), MINOR, [BASE])
+    venvs.create(str(tmp_path / "venv"), MINOR, [BASE]).remove()
+    assert list((tmp_path / "venv").iterdir()) == []
+    venvs.create(str(tmp_path / "venv"), MINOR, [BASE]).keep()
     with pytest.raises(Failure, match="is there already"):
         venvs.create(str(tmp_path / "venv"), MINOR, [BASE])
     (tmp_path / "link").symlink_to("elsewhere")
