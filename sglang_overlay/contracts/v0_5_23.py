@@ -1,4 +1,4 @@
-"""What `adapters/v2.py` calls, overrides or reads in SGLang 0.5.23."""
+"""What the adapter (`adapters/v2*.py`) calls, overrides or reads in SGLang 0.5.23."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_overlay.adapters import v2, v2_settings
+from sglang_overlay.adapters import v2_settings, v2_worker
 from sglang_overlay.confirm import Confirmation, confirm
 
 
@@ -25,7 +25,7 @@ def test_a_commit_puts_the_path_first_and_loses_no_slot() -> None:
         table = torch.randperm(5 * 400).view(5, 400).to(torch.int32)
         before, rows, prefix = table.clone(), torch.tensor([4, 0, 2]), torch.tensor([7, 1, 30])
         window = torch.stack([before[row, at : at + n] for row, at in zip(rows.tolist(), prefix.tolist(), strict=True)]).long()
-        ordered = v2.commit(table, rows, prefix, window, path, lengths)
+        ordered = v2_worker.commit(table, rows, prefix, window, path, lengths)
         for i, (row, at) in enumerate(zip(rows.tolist(), prefix.tolist(), strict=True)):
             kept = window[i, path[i, : lengths[i]]].tolist()
             rest = [slot for slot in window[i].tolist() if slot not in kept]

@@ -151,7 +151,7 @@ torch.Tensor.record_stream = lambda *_: None  # has no CPU form
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput  # noqa: E402
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 
-from sglang_overlay.adapters import v2  # noqa: E402
+from sglang_overlay.adapters import v2, v2_worker  # noqa: E402
 from sglang_overlay.runtime.plan import Head  # noqa: E402
 
 wrapped = DFlashVerifyInput.__post_init__
@@ -214,7 +214,7 @@ def make_worker(target: Target, rng: random.Random, texts: dict[int, list[int]])
     """Return our worker without SGLang's construction, which needs weights and a device."""
     drafted: dict[int, tuple[int, int]] = {}
 
-    class Played(v2.worker_class()):
+    class Played(v2_worker.worker_class()):
         def __init__(self) -> None:
             pass
 
