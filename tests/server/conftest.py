@@ -36,7 +36,7 @@ def variant(pair: tuple[Path, Path]) -> Variant:
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def live(pair: tuple[Path, Path]) -> Iterator[Live]:
     """Serve the pair, with models of its own, on a socket of this process."""
     with serve(load_engine(str(pair[0]), str(pair[1]), budget=24, device="cpu")) as server:

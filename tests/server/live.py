@@ -1,4 +1,4 @@
-"""Servers to talk to: one in a thread of this process, one as a user starts it."""
+"""Servers to talk to, one in a thread of this process, one as a user starts it; and what is asked of them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from ddtree.server.app import Settings, build_app
-from ddtree.server.engine import Engine
+from ddtree.server.engine import Engine, Generation, Request, run
 from ddtree.server.metrics import Metrics
 from ddtree.server.scheduler import Scheduler
 
 ROOT = Path(__file__).parents[2]
 MODEL = "pair"
+CHAT: Any = [{"role": "user", "content": "what does the quick brown fox do, line by line?"}]
+PROMPT = "the quick brown fox jumps over the lazy dog, the quick brown"
+LONG = {"prompt": PROMPT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,13 @@ def events(raw: bytes | str) -> list[Any]:
     lines = text.split("\n\n")
     assert lines[-1] == "" and lines[-2] == "data: [DONE]", text[-200:]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def expected(engine: Engine, text: str, **changes: Any) -> tuple[str, Generation]:
+    """Return what plain decoding writes."""
+    wanted = {"max_tokens": 40, "ignore_eos": True} | changes
+    generation = run(engine, Request(tuple(engine.tokenizer.encode(text)), **wanted))
+    return generation.take_text(), generation
 
 
 def wait_until(true: Callable[[], bool], what: str, seconds: float = 60) -> None:
