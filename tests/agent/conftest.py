@@ -9,10 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ddtree_deploy.agent import prove
 from ddtree_deploy.agent.main import Session
+
+Build = Callable[..., Path]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,19 @@ def place_of(venv: Path) -> Place:
     root = venv / ".ddtree" / "generations" / "1" / "site-packages"
     root.mkdir(parents=True, exist_ok=True)
     return Place(venv, str(venv / "bin" / "python"), live, root)
+
+
+def write_sources(root: Path, **sources: str | bytes) -> list[str]:
+    for name, text in sources.items():
+        (root / f"{name}.py").write_bytes(text if isinstance(text, bytes) else text.encode())
+    return [f"{name}.py" for name in sources]
+
+
+def prove_imports(session: Session, place: Place, *modules: str, **options: Any) -> list[dict[str, Any]]:
+    options.setdefault("timeout", 30.0)
+    return prove.imports(
+        session, place.python, str(place.root), str(place.live), str(place.venv), list(modules), **options
+    )
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +85,7 @@ def read_only() -> Iterator[Session]:
 
 
 @pytest.fixture
-def build(tmp_path: Path) -> Callable[..., Path]:
+def build(tmp_path: Path) -> Build:
     """Compile C text into a shared library."""
 
     def compile_to(target: Path, text: str, *flags: str) -> Path:
