@@ -20,7 +20,7 @@ Two machines (root only; about a second to start)::
         source, target = lab.hosts          # also lab["ct200"]
         target.run(["python3", "-m", "venv", "/srv/venv"])        # runs on that machine, without ssh
         target.path("/srv/venv/x").read_text()                     # its files, seen from here
-        lab.run([sys.executable, "-m", "ddtree_deploy.cli", "push", "ct200", "-y"], env={"DDTREE_HOME": ...})
+        lab.run([sys.executable, "-m", "ddtree_deploy", "push", "ct200", "-y"], env={"DDTREE_HOME": ...})
 
 A machine has a root of its own (overlay over this machine's `/`: python and installed wheels are there, writes are
 private), its own /srv (a plain ext4 of `disk_mib`; put venvs there), HOME=/srv/home, /proc, processes, network and
