@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -69,10 +70,10 @@ def check_lines(checks: tuple[Check, ...], verbose: int = 0) -> list[tuple[str, 
     return lines
 
 
-def tag_lines(plan: Plan) -> list[tuple[str, str]]:
+def tag_lines(plan: Plan, width: int | None = None) -> list[tuple[str, str]]:
     """Lay out the ABI tags that differ between the snapshot, the target and the result."""
     rows = [(row.name, *row.brief) for row in plan.oracle.tags if row.differs] if plan.oracle else []
-    table = plain_table(columns("ABI tag", "snapshot", "here now", "becomes"), rows) if rows else []
+    table = plain_table(columns("ABI tag", "snapshot", "here now", "becomes"), rows, width and width - 3) if rows else []
     return [(f"   {line}", "bold" if not index else "") for index, line in enumerate(table)]
 
 
@@ -99,6 +100,7 @@ def use_lines(uses: tuple[Use, ...]) -> list[str]:
 
 def lay_out(ui: Ui, plan: Plan, files: bool, say: Callable[[str, str], None], rows: int | None, as_data: bool) -> None:
     """Write a plan with `say(line, style)`; a table of at most `rows` packages (None: all)."""
+    width = ui.width(sys.stdout if as_data else sys.stderr)
     changed = [change for change in plan.packages if change.action != "keep" or ui.verbose]
     kept = sum(change.action == "keep" for change in plan.packages)
     say(heading(plan), "bold")
@@ -112,7 +114,7 @@ def lay_out(ui: Ui, plan: Plan, files: bool, say: Callable[[str, str], None], ro
         if as_data:
             ui.table(heads, table, [STYLES.get(row[0], "") for row in table])
         else:
-            for line in plain_table(heads, table):
+            for line in plain_table(heads, table, width):
                 say(line, "")
         if more:
             say(f"… and {plural(more, 'package')} more (`ddtree-deploy diff` shows all)", "")
@@ -122,7 +124,7 @@ def lay_out(ui: Ui, plan: Plan, files: bool, say: Callable[[str, str], None], ro
         for change in plan.changes:
             origin = f"  ({change.origin})" if change.origin not in ("", "stock") else ""
             say(f"{change.sign} {change.path}{origin}", STYLES.get(change.sign, ""))
-    for line, style in (*tag_lines(plan), *check_lines(plan.checks, ui.verbose), *set_lines(plan)):
+    for line, style in (*tag_lines(plan, width), *check_lines(plan.checks, ui.verbose), *set_lines(plan)):
         say(line, style)
     for line in use_lines(plan.uses):
         say(line, "yellow")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from ddtree_deploy.errors import DeployError, UsageProblem
 from ddtree_deploy.events import Event, Progress, Step
 from ddtree_deploy.logs import DebugLog
 from ddtree_deploy.render.progress import Bars, Lines
-from ddtree_deploy.render.table import CONTROL, JSON_CONTROL, Column, plain_table, rich_table
+from ddtree_deploy.render.table import CONTROL, JSON_CONTROL, Column, laid_out
 from ddtree_deploy.render.words import error_lines
 
 if TYPE_CHECKING:
@@ -74,6 +75,14 @@ class Ui:
             return True
         return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
+    def width(self, file: TextIO) -> int | None:
+        """Return how wide the terminal is that `file` goes to, or None: what reads a pipe wants whole lines."""
+        if not file.isatty():
+            return None
+        with contextlib.suppress(ValueError, OSError):
+            return int(os.environ.get("COLUMNS") or os.get_terminal_size(file.fileno()).columns) or None
+        return None
+
     def _write(self, file: TextIO, text: str, style: str = "") -> None:
         with self._lock:
             if self._progress:
@@ -101,15 +110,10 @@ class Ui:
         """Print a table that the user asked for; not with `--json`."""
         if self.json:
             return
-        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
-            with self._lock:
-                if self._progress:
-                    self._progress.stop()
-                console = self._console(sys.stdout)
-                console.print(rich_table(columns, rows, styles or [""] * len(rows)), soft_wrap=False)
-        else:
-            for line in plain_table(columns, rows):
-                self._write(sys.stdout, line)
+        styles = ["bold", *(styles or [""] * len(rows))]
+        for lines, style in zip(laid_out(columns, rows, self.width(sys.stdout)), styles, strict=True):
+            for line in lines:
+                self._write(sys.stdout, line, style)
 
     def document(self, kind: str, value: Mapping[str, Any]) -> None:
         """Print the answer of a reading command as one JSON document; only with `--json`."""
