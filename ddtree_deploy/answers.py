@@ -111,7 +111,7 @@ _IMPORTS = each(
         {"error": text, "traceback": text, "signal": text, "foreign_libraries": each(text)}, module=text, ok=truth, seconds=seconds
     )
 )
-_USERS = fields(users=each(fields(pid=count, command=text, how=text, path=text)))
+_USERS = fields(users=each(fields(pid=count, root=count, command=text, how=text, path=text)))
 _FAULTS = each(row(text, text))
 _OUTCOME = fields(outcome=maybe(text), live=maybe(number))
 

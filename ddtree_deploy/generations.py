@@ -11,6 +11,7 @@ from typing import Any
 from ddtree_deploy.errors import UsageProblem
 from ddtree_deploy.events import Emit, Note, Step, ignore
 from ddtree_deploy.hosts.base import Host
+from ddtree_deploy.in_use import uses_of
 from ddtree_deploy.models import GenerationInfo, Proofs, RolledBack, Status, Use
 from ddtree_deploy.push.confirmation import confirm
 from ddtree_deploy.push.request import ROOTS
@@ -20,7 +21,7 @@ from ddtree_deploy.snapshot import import_proof
 
 @dataclass(frozen=True, slots=True)
 class RollbackPlan:
-    """Where a rollback goes, and who uses the tree that is live now."""
+    """Where a rollback goes, and who uses the venv."""
 
     target: str
     generation: int
@@ -35,20 +36,6 @@ def _look(session: Session, ledger: int = 200) -> Reply:
 
 def _who() -> str:
     return f"{getpass.getuser()}@{platform.node()}"
-
-
-def _uses(session: Session, live: int | None) -> tuple[Use, ...]:
-    rows = session.ask("users", venv=session.host.venv).value["users"]
-    return tuple(Use(row["pid"], row["command"], row["how"], _number(row["path"], live)) for row in rows)
-
-
-def _number(path: str, live: int | None) -> int | None:
-    parts = path.split("/")
-    if ".ddtree" in parts:
-        after = parts[parts.index(".ddtree") + 2 :]
-        if after and after[0].isdigit():
-            return int(after[0])
-    return live
 
 
 def status(host: Host, emit: Emit = ignore) -> Status:
@@ -73,7 +60,7 @@ def status(host: Host, emit: Emit = ignore) -> Status:
             removed=tuple(drift["removed"]),
             journal=fields["unfinished"],
             lock=fields["lock"],
-            uses=_uses(session, live),
+            uses=uses_of(session, live),
             packages=tuple((name, version) for name, version in info.get("packages", [])),
             overlay=info.get("overlay", ""),
         )
@@ -103,7 +90,7 @@ def generations(host: Host, emit: Emit = ignore) -> list[GenerationInfo]:
             return []
         live = seen.fields["generation"]
         users: dict[int, set[int]] = {}
-        for use in _uses(session, live):
+        for use in uses_of(session, live):
             if use.generation is not None:
                 users.setdefault(use.generation, set()).add(use.pid)
     rows = [
@@ -180,7 +167,7 @@ def _rollback_plan(session: Session, generation: int | None) -> RollbackPlan:
             what = f"there is no generation {f'before {live}' if target is None else target}"
         here = ", ".join(str(number) for number in sorted(known) if number != live) or "none"
         raise UsageProblem(f"`{host.name}`: {what}", mend=f"generations to go back to: {here}")
-    return RollbackPlan(host.name, target, live, (known[target] or {}).get("snapshot", ""), _uses(session, live))
+    return RollbackPlan(host.name, target, live, (known[target] or {}).get("snapshot", ""), uses_of(session, live))
 
 
 def _before(ledger: list[Mapping[str, Any]], live: int, numbers: list[int]) -> int | None:

@@ -176,12 +176,16 @@ class FileChange:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A process that uses files of a tree: how (`maps`, `fd`, `cwd`, `exe`), and from which generation (None: not one)."""
+    """A process that uses files of a tree: how (`maps`, `fd`, `cwd`, `exe`, `path`), and of which generation (None: not one).
+
+    `root` is the pid of its farthest ancestor that does so, too: of a server's worker it is the server.
+    """
 
     pid: int
     command: str
     how: str
     generation: int | None
+    root: int
 
 
 @dataclass(frozen=True, slots=True)

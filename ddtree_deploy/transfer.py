@@ -16,6 +16,7 @@ from ddtree_deploy.errors import (
 )
 from ddtree_deploy.events import Emit, Step, ignore
 from ddtree_deploy.hosts.base import Host
+from ddtree_deploy.in_use import uses_of
 from ddtree_deploy.models import Inventory, Manifest, Plan, Pushed, Use
 from ddtree_deploy.push.confirmation import confirm
 from ddtree_deploy.push.read_once import ReadOnce
@@ -161,7 +162,7 @@ def _plan(
         base = survey(replace_host(session, replace(host, venv=options.base)), store)
         over = inventory(host, base)
         target = replace(target, distributions=over.distributions, files=over.files)
-    uses = _uses(session, seen.fields["generation"])
+    uses = uses_of(session, seen.fields["generation"])
     judged = _judged_before(snapshot_id, snapshot, options, seen, target, uses)
     if judged is not None:
         return judged, base
@@ -209,11 +210,6 @@ def replace_host(session: Session, host: Host) -> Session:
 
 def _nothing_yet(host: Host, snapshot: Manifest) -> Inventory:
     return Inventory(host.name, host.venv, "", snapshot.python, None, "", (), (), 1 << 62, 1 << 62)
-
-
-def _uses(session: Session, live: int | None) -> tuple[Use, ...]:
-    rows = session.ask("users", venv=session.host.venv).value["users"]
-    return tuple(Use(row["pid"], row["command"], row["how"], live) for row in rows)
 
 
 def _approved(plan: Plan, approve: Callable[[Plan], bool]) -> None:

@@ -83,9 +83,10 @@ def _below(path: str, tree: str) -> bool:
 def users_of(roots: Iterable[str]) -> dict[str, Any]:
     """Return `{"users": [...], "unread": n}`: who uses files below `roots`, and how many could not be looked at.
 
-    A user is `{pid, command, how, path}`, at most one for each pid, root and `how`: `maps` (mapped, as a loaded library
-    is), `fd`, `cwd`, `exe`, `path` (it stands in its PYTHONPATH). A file that was replaced under a process ends with
-    ` (deleted)`. This process is left out, and so is one in a container whose directory of that name is another.
+    A user is `{pid, root, command, how, path}`, at most one for each pid, tree and `how`: `maps` (mapped, as a loaded
+    library is), `fd`, `cwd`, `exe`, `path` (it stands in its PYTHONPATH). A file that was replaced under a process ends
+    with ` (deleted)`. `root` is the pid of the farthest ancestor that is a user, too: the server of a worker. This
+    process is left out, and so is one in a container whose directory of that name is another.
     """
     trees = sorted({os.path.realpath(root) for root in roots})
     needles = [os.fsencode(tree) for tree in trees]
@@ -113,7 +114,25 @@ def users_of(roots: Iterable[str]) -> dict[str, Any]:
         for (tree, how), path in found.items():
             if _sees(pid, tree):
                 users.append({"pid": pid, "command": _command(pid), "how": how, "path": path})
+    pids = {user["pid"] for user in users}
+    for user in users:
+        user["root"] = [pid for pid in _line(user["pid"]) if pid in pids][-1]
     return {"users": users, "unread": unread}
+
+
+def _line(pid: int) -> list[int]:
+    """Return a process and its ancestors, nearest first; as far as they are there to be seen."""
+    line = [pid]
+    while line[-1] > 1:
+        try:
+            line.append(_parent(line[-1]))
+        except (OSError, ValueError):
+            break
+    return line
+
+
+def _parent(pid: int) -> int:
+    return int(_bytes(pid, "stat").rpartition(b")")[2].split()[1])
 
 
 def _sees(pid: int, tree: str) -> bool:
@@ -215,7 +234,7 @@ def servers(venv: str) -> list[dict[str, Any]]:
         try:
             raw = _bytes(pid, "environ").split(b"\0")
             cwd = os.readlink("/proc/%d/cwd" % pid)
-            parent = int(_bytes(pid, "stat").rpartition(b")")[2].split()[1])
+            parent = _parent(pid)
             env = dict(os.fsdecode(item).split("=", 1) for item in raw if b"=" in item)
             loaded = any(os.fsencode(tree) + b"/" in _bytes(pid, "maps") for tree in trees)
         except (OSError, ValueError):

@@ -46,7 +46,7 @@ def approval(ui: Ui, yes: bool, files: bool, restart: bool, several: bool = Fals
 
     def approve(plan: Plan) -> bool:
         from ddtree_deploy.render import fleet_views, plan_views
-        from ddtree_deploy.render.words import plural
+        from ddtree_deploy.render.uses import running
 
         with lock:
             if several:
@@ -61,9 +61,8 @@ def approval(ui: Ui, yes: bool, files: bool, restart: bool, several: bool = Fals
                     f"hint: a server runs from there: `ddtree-deploy restart {plan.target}` takes it to the new generation afterwards",
                     "cyan",
                 )
-            running = plural(len({use.pid for use in plan.uses}), "process").replace("processs", "processes")
-            what = "stop the servers among them for the switch" if restart else "switch it under them"
-            return ui.confirm(f"{running} on `{plan.target}` run from this venv; {what}?", yes)
+            what = "stop the servers among them for the switch" if restart else "switch all the same"
+            return ui.confirm(f"{running(plan.target, plan.uses)}; {what}?", yes)
 
     return approve
 

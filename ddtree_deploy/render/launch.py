@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ddtree_deploy.agent.procs import is_secret, redact, scrub
 from ddtree_deploy.render import as_json
 from ddtree_deploy.render.plan_views import check_lines
+from ddtree_deploy.render.uses import processes
 from ddtree_deploy.render.words import plural, seconds, size
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def detached(ui: Ui, server: Server) -> None:
 def stopped(ui: Ui, found: Stopped) -> None:
     """Say how a stop ended, and what did not come back."""
     ui.result(stopped=found)
-    killed = f", {plural(found.killed, 'process')} killed".replace("processs", "processes") if found.killed else ""
+    killed = f", {processes(found.killed)} killed" if found.killed else ""
     memory = ", GPU memory is back" if found.gpus and found.memory_back else ""
     was = f" (was {found.was})" if found.was != "serving" else ""
     ui.data(f"{found.host}: server {found.name} stopped{was} in {seconds(found.seconds)}{killed}{memory}")

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from ddtree_deploy.render import as_json
 from ddtree_deploy.render.table import columns, plain_table
+from ddtree_deploy.render.uses import use_lines
 from ddtree_deploy.render.words import generation, plural, short, size, some
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ddtree_deploy.models import Check, PackageChange, Plan, Use
+    from ddtree_deploy.models import Check, PackageChange, Plan
     from ddtree_deploy.render.ui import Ui
 
 SIGNS = {"add": "+", "replace": "~", "change": "~", "remove": "-", "keep": "="}
@@ -92,12 +93,6 @@ def set_lines(plan: Plan) -> list[tuple[str, str]]:
     return lines
 
 
-def use_lines(uses: tuple[Use, ...]) -> list[str]:
-    """Lay out the processes that run from the tree."""
-    shown, more = some((f"in use by pid {use.pid} ({use.how}): {use.command}" for use in uses), 5)
-    return shown + ([f"… and {more} more"] if more else [])
-
-
 def lay_out(ui: Ui, plan: Plan, files: bool, say: Callable[[str, str], None], rows: int | None, as_data: bool) -> None:
     """Write a plan with `say(line, style)`; a table of at most `rows` packages (None: all)."""
     width = ui.width(sys.stdout if as_data else sys.stderr)
@@ -124,9 +119,11 @@ def lay_out(ui: Ui, plan: Plan, files: bool, say: Callable[[str, str], None], ro
         for change in plan.changes:
             origin = f"  ({change.origin})" if change.origin not in ("", "stock") else ""
             say(f"{change.sign} {change.path}{origin}", STYLES.get(change.sign, ""))
-    for line, style in (*tag_lines(plan, width), *check_lines(plan.checks, ui.verbose), *set_lines(plan)):
+    # Who uses the tree stands below, in full.
+    checks = tuple(check for check in plan.checks if ui.verbose or not (check.id == "K14" and plan.uses))
+    for line, style in (*tag_lines(plan, width), *check_lines(checks, ui.verbose), *set_lines(plan)):
         say(line, style)
-    for line in use_lines(plan.uses):
+    for line in use_lines(plan.uses, ui.verbose):
         say(line, "yellow")
     say(summary(plan), "")
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from ddtree_deploy.models import PATCHED, UNOWNED
 from ddtree_deploy.render import as_json
 from ddtree_deploy.render.launch import server_lines
-from ddtree_deploy.render.plan_views import use_lines
 from ddtree_deploy.render.proof_views import import_lines
 from ddtree_deploy.render.table import columns
+from ddtree_deploy.render.uses import pids, running, use_lines
 from ddtree_deploy.render.words import generation, plural, push_line, rollback_line, short, size, some
 
 if TYPE_CHECKING:
@@ -163,10 +163,8 @@ def pushed(ui: Ui, pushed: Pushed, alone: bool = True) -> None:
         ui.json_line({"type": "proofs", "host": pushed.host, "ok": proofs.ok, **as_json.fields(proofs)})
     if ui.verbose and pushed.phases:
         ui.say(", ".join(f"{name} {spent:.1f} s" for name, spent in pushed.phases.items()))
-    running = {use.pid for use in pushed.in_use}
-    if running and not pushed.already:
-        listed = ", ".join(map(str, sorted(running)))
-        ui.warn(f"{pushed.host}: still running from the old generation until restarted: pid {listed}")
+    if pushed.in_use and not pushed.already:
+        ui.warn(f"{pushed.host}: still running from the old generation until restarted: {pids(pushed.in_use)}")
     ui.json_line({"type": "pushed", **as_json.fields(pushed)})
     if alone:
         ui.data(str(pushed.generation) if ui.quiet else push_line(pushed))
@@ -177,9 +175,9 @@ def pushed(ui: Ui, pushed: Pushed, alone: bool = True) -> None:
 def approve_rollback(ui: Ui, name: str, plan: RollbackPlan, yes: bool) -> bool:
     """Tell what a rollback will do; ask only when processes run from the live tree."""
     ui.json_line({"type": "plan", **as_json.fields(plan)})
-    for line in use_lines(plan.uses):
+    for line in use_lines(plan.uses, ui.verbose):
         ui.say(f"{name}: {line}", "yellow")
-    return not plan.uses or ui.confirm(f"processes on `{name}` run from the live generation; switch it under them?", yes)
+    return not plan.uses or ui.confirm(f"{running(name, plan.uses)}; switch all the same?", yes)
 
 
 def rolled_back(ui: Ui, back: RolledBack, dry_run: bool) -> None:
@@ -256,7 +254,7 @@ def status(ui: Ui, status: Status) -> None:
                 ui.data(f"  {sign} … and {more} more (-v)")
     ui.data(f"journal   {status.journal or 'idle'}")
     ui.data(f"lock      {'held by ' + holder(status.lock) if status.lock else 'free'}")
-    for line in use_lines(status.uses) or ["not in use by a process"]:
+    for line in use_lines(status.uses, ui.verbose) or ["not in use by a process"]:
         ui.data(f"process   {line}")
     for line, style in server_lines(status.servers):
         ui.data(line, style)

@@ -98,6 +98,21 @@ def test_a_tree_is_found_through_a_link_to_it(tmp_path: Path, start: Start) -> N
     assert uses(tmp_path / "link", process.pid) == {"cwd": str(root)}
 
 
+def test_a_worker_belongs_to_the_farthest_ancestor_that_uses_the_tree(tmp_path: Path, start: Start) -> None:
+    root = tmp_path / "tree"
+    root.mkdir()
+    worker = "import os, sys; print(os.getppid(), os.getpid(), flush=True); sys.stdin.read()"
+    # A shell that uses nothing of the tree stands between them.
+    shell = f"cd / && {sys.executable} -I -c 'import os; os.chdir(\"{root}\"); {worker}'; true"
+    process = start(python_that(f"import subprocess; subprocess.Popen(['sh', '-c', {shell!r}])"), cwd=root)
+    assert process.stdout is not None
+    words = process.stdout.readline().split()
+    words = words if len(words) == 2 else process.stdout.readline().split()
+    between, child = map(int, words)
+    roots = {use["pid"]: use["root"] for use in procs.users_of([str(root)])["users"]}
+    assert between not in (process.pid, child) and roots == {process.pid: process.pid, child: process.pid}
+
+
 def test_an_executable_in_the_tree_is_a_use(tmp_path: Path, start: Start) -> None:
     root = tmp_path / "tree"
     root.mkdir()
