@@ -12,6 +12,7 @@ from ddtree_deploy.render.words import seconds, size
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
 QUIET_SECONDS = 1.0
@@ -67,35 +68,40 @@ class Bars:
     """Draw one bar a host: what, bar, amount, rate, time left, and the current file; gone when the work is over."""
 
     def __init__(self, console: Console) -> None:
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
-
-        self._bars = Progress(
-            SpinnerColumn("line"),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[text]}", markup=False),
-            TextColumn("{task.fields[item]}", markup=False, style="dim"),
-            console=console,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
+        self._console = console
+        self._bar = 24 if console.width >= 100 else 10
+        self._bars: RichProgress | None = None
         self._tasks: dict[str, tuple[TaskID, str, float]] = {}
-        self._started = False
+
+    def _drawn(self) -> RichProgress:
+        """Return the bars that are on the screen. After a stop they are new ones: the old would erase what was printed since."""
+        if self._bars is None:
+            from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+            self._bars = Progress(
+                SpinnerColumn("line"),
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=self._bar),
+                TextColumn("{task.fields[text]}", markup=False),
+                TextColumn("{task.fields[item]}", markup=False, style="dim"),
+                console=self._console,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._bars.start()
+        return self._bars
 
     def _task(self, host: str, what: str) -> tuple[TaskID, float]:
-        if not self._started:
-            self._bars.start()
-            self._started = True
         known = self._tasks.get(host)
         if known and known[1] == what:
             return known[0], known[2]
         description, now = f"{host}: {what}".translate(CONTROL), time.monotonic()
         if known:
             task = known[0]
-            self._bars.update(task, description=description, completed=0, total=None, text="", item="")
+            self._drawn().update(task, description=description, completed=0, total=None, text="", item="")
         else:
-            task = self._bars.add_task(description, total=None, text="", item="")
+            task = self._drawn().add_task(description, total=None, text="", item="")
         self._tasks[host] = (task, what, now)
         return task, now
 
@@ -111,16 +117,16 @@ class Bars:
             rate(event.done, elapsed, event.unit),
             remaining(event.done, event.total, elapsed),
         )
-        item = event.item if len(event.item) <= 40 else "…" + event.item[-39:]
-        item = item.translate(CONTROL)
         text = "  ".join(part for part in parts if part)
-        self._bars.update(task, completed=event.done, total=event.total or None, text=text, item=item)
+        # A line that is longer than the screen is folded by rich, and jumps.
+        taken = 2 + len(event.host) + 2 + len(event.what) + 1 + self._bar + 1 + len(text) + 1
+        room = min(40, self._console.width - taken)
+        item = event.item if len(event.item) <= room else "…" + event.item[1 - room :] if room > 12 else ""
+        self._drawn().update(task, completed=event.done, total=event.total or None, text=text, item=item.translate(CONTROL))
 
     def stop(self) -> None:
         """Take the bars away, so that what is printed next starts on a clean line."""
-        if self._started:
+        if self._bars is not None:
             self._bars.stop()
-            self._started = False
-            for task, _what, _began in self._tasks.values():
-                self._bars.remove_task(task)
+            self._bars = None
             self._tasks.clear()
