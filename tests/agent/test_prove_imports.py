@@ -10,8 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ import pytest
 from ddtree_deploy.agent import prove
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.main import Session
+from tests.fixtures.until import until
 
 from .conftest import Build, Place, make_place, prove_imports, write_sources
 
@@ -31,15 +31,6 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return condition()
 
 
 def test_the_ways_an_import_ends(session: Session, place: Place, build: Build) -> None:
@@ -111,7 +102,7 @@ def test_an_import_that_hangs_is_stopped_with_its_children_and_its_stack_shown(s
     assert proof["error"] == "no answer within 1.5 s"
     assert proof["signal"] == ""
     assert "waiting_for_ever" in proof["traceback"]
-    assert wait_until(lambda: not alive(int((place.venv / "pid").read_text())))
+    until(lambda: not alive(int((place.venv / "pid").read_text())), "the child ends")
 
 
 def test_what_an_import_leaves_running_does_not_hold_up_the_proof(session: Session, place: Place) -> None:
@@ -123,7 +114,7 @@ def test_what_an_import_leaves_running_does_not_hold_up_the_proof(session: Sessi
     (proof,) = prove_imports(session, place, "daemon", timeout=60.0)
     assert proof["ok"]
     assert proof["seconds"] < 30
-    assert wait_until(lambda: not alive(int((place.venv / "pid").read_text())))
+    until(lambda: not alive(int((place.venv / "pid").read_text())), "the child ends")
 
 
 def test_a_core_file_is_not_left_behind(session: Session, place: Place) -> None:
@@ -195,7 +186,7 @@ def test_an_abort_ends_the_imports(session: Session, place: Place) -> None:
         place.root,
         hang=f"import os, time\nopen({str(place.venv / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(300)\n",
     )
-    threading.Thread(target=lambda: (wait_until((place.venv / "pid").exists), session.abort()), daemon=True).start()
+    threading.Thread(target=lambda: (until((place.venv / "pid").exists, "the import runs"), session.abort()), daemon=True).start()
     with pytest.raises(Failure, match="stopped"):
         prove_imports(session, place, "hang", timeout=120.0)
     assert not alive(int((place.venv / "pid").read_text() or "0"))
@@ -214,10 +205,10 @@ def test_an_import_does_not_outlive_an_agent_that_is_killed(place: Place) -> Non
     )
     agent = subprocess.Popen([sys.executable, "-c", code])
     try:
-        assert wait_until(lambda: pid_file.exists() and pid_file.read_text() != "", 30)
+        until(lambda: pid_file.exists() and pid_file.read_text() != "", "the import runs")
         child = int(pid_file.read_text())
         agent.send_signal(signal.SIGKILL)
-        assert wait_until(lambda: not alive(child))
+        until(lambda: not alive(child), "the import ends")
     finally:
         agent.kill()
         agent.wait()

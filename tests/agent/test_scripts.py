@@ -88,7 +88,7 @@ def test_an_installers_script_stays_while_it_does_the_same(place: Place) -> None
         assert run(script) == (3, f"ran [] {place.venv}")
 
 
-def test_only_our_scripts_and_former_ones_go(place: Place, tmp_path: Path) -> None:
+def test_only_our_scripts_and_former_ones_go(place: Place) -> None:
     install(place.live, "tool", "[console_scripts]\ntool = tool:main\n")
     bin_dir = place.venv / "bin"
     scripts.regenerate(str(place.live), str(bin_dir), place.python)

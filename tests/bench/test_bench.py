@@ -18,8 +18,9 @@ from ddtree_deploy.launch import Options, lifecycle
 from ddtree_deploy.launch.argv import Request
 from ddtree_deploy.launch.models import OVER
 from tests.cli.conftest import COMMAND, Ran
+from tests.fixtures.until import until
 from tests.fixtures.venvs import make_venv, package, site
-from tests.launch.conftest import end_launches, stand_in, until
+from tests.launch.conftest import end_launches, stand_in
 
 # Processes that live and die: seconds on an idle machine, minutes on a busy one.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -93,7 +93,7 @@ def test_diff_prints_packages_first_and_files_when_asked(target: Path, snapshot:
 
 
 @pytest.mark.slow
-def test_dry_runs_write_nothing(target: Path, snapshot: str, tmp_path: Path) -> None:
+def test_dry_runs_write_nothing(target: Path, snapshot: str) -> None:
     store = Path(run("cache", "dir").out.strip())
 
     def state() -> dict[str, str]:

@@ -265,7 +265,7 @@ def test_a_base_that_is_damaged_or_not_there_is_refused(case: Case, tmp_path: Pa
     assert not (tmp_path / "img").exists()
 
 
-def test_too_little_space_is_said_before_anything_is_written(case: Case, tmp_path: Path) -> None:
+def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(NoSpace, match="needs"):
         _room_for(Layout(tmp_path), 1 << 60)
 

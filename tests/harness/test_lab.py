@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.fixtures.until import until
 from tests.harness.lab import Lab, lab_missing, two_hosts
 
 pytestmark = [pytest.mark.ssh, pytest.mark.skipif(bool(lab_missing()), reason=lab_missing())]
@@ -33,7 +33,7 @@ def test_machines_have_their_own_files_processes_and_names(lab: Lab) -> None:
     assert left.run(["hostname"]).stdout == "left\n"
     sleeper = subprocess.Popen(left.argv(["sleep", "4321"]))
     try:
-        _until(lambda: "sleep 4321" in [argv for _, argv in left.processes()])
+        until(lambda: "sleep 4321" in [argv for _, argv in left.processes()], "it runs there")
         assert "sleep 4321" not in [argv for _, argv in right.processes()]
     finally:
         for pid, argv in left.processes():
@@ -59,7 +59,7 @@ def test_the_disk_has_the_size_asked_for(lab: Lab) -> None:
     lab["left"].run(["rm", "/srv/fill"])
 
 
-def test_nothing_is_left_when_the_test_process_is_killed(tmp_path: Path) -> None:
+def test_nothing_is_left_when_the_test_process_is_killed() -> None:
     code = (
         "import sys, time\n"
         "from tests.harness.lab import two_hosts\n"
@@ -74,17 +74,10 @@ def test_nothing_is_left_when_the_test_process_is_killed(tmp_path: Path) -> None
     try:
         child.kill()
         child.wait()
-        _until(lambda: not any(Path(f"/proc/{pid}/root").exists() for pid in pids))
+        until(lambda: not any(Path(f"/proc/{pid}/root").exists() for pid in pids), "its processes end")
         # The kernel takes the mounts and the loop devices down a moment after the last process.
         losetup = ["losetup", "--list", "--output", "BACK-FILE"]
-        _until(lambda: folder not in subprocess.run(losetup, capture_output=True, text=True, check=True).stdout)
+        until(lambda: folder not in subprocess.run(losetup, capture_output=True, text=True, check=True).stdout, "its disk goes")
     finally:
         child.stdout.close()
         subprocess.run(["rm", "-rf", folder], check=True)
-
-
-def _until(condition: object) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

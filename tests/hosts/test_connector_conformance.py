@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from ddtree_deploy.demo.sshd import LoopbackSshd
 from ddtree_deploy.errors import DeployError, HostUnreachable, Incompatible, UsageProblem
 from ddtree_deploy.hosts.base import Channel, Connector, Host
 from ddtree_deploy.hosts.connect import connector
+from tests.fixtures.until import until
 from tests.hops.node import stand_ins
 from tests.hosts.conftest import needs_sshd
 
@@ -155,16 +155,16 @@ def test_close_ends_a_process_that_reads(link: Connector, tmp_path: Path) -> Non
     left = tmp_path / "left"
     with started(link, "sh", "-c", f"cat >/dev/null; echo bye > '{left}'"):
         pass
-    _until(left.exists)
+    until(left.exists, "the process ran on")
 
 
-def test_close_does_not_hang_on_a_process_that_ignores_its_input(link: Connector, tmp_path: Path) -> None:
+def test_close_does_not_hang_on_a_process_that_ignores_its_input(link: Connector) -> None:
     channel = link.start(["sh", "-c", "trap '' TERM HUP; echo $$; exec sleep 600"])
     pid = int(channel.stdout.readline())
     try:
         channel.close()
         if link.host.name == "local":
-            _until(lambda: not Path(f"/proc/{pid}").exists())
+            until(lambda: not Path(f"/proc/{pid}").exists(), f"{pid} ends")
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -206,7 +206,7 @@ def test_nothing_is_left_behind_here(link: Connector, tmp_path: Path, monkeypatc
     for argv in (["true"], ["sh", "-c", "exit 3"], ["cat"]):
         link.start(argv).close()
     assert list(tmp_path.iterdir()) == []
-    _until(lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) <= before)
+    until(lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) <= before, "what it opened is closed")
 
 
 @pytest.mark.ssh
@@ -278,10 +278,3 @@ def test_unknown_hops_and_transports_are_refused() -> None:
     for host in (Host("a", transport="telnet"), Host("a", via="lxc:7")):
         with pytest.raises(UsageProblem):
             connector(host)
-
-
-def _until(condition: object) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -6,8 +6,7 @@ import contextlib
 import json
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from ddtree_deploy.agent.serving.supervisor import members
 from ddtree_deploy.demo.sshd import free_port
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.launch.argv import Request
+from tests.fixtures.until import until as until
 from tests.fixtures.venvs import Dist, make_venv
 
 STAND_IN = Path(__file__).with_name("stand_in.py").read_text("utf-8")
@@ -56,14 +56,6 @@ def end_launches(venv: Path) -> None:
             for pid in members(launch["id"], None, os.path.realpath(launch["argv"][0])):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-
-
-def until(true: Callable[[], object], what: str, seconds: float = 120) -> None:
-    """Wait for an event that must come."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.1)
 
 
 @pytest.fixture

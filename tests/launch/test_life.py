@@ -15,8 +15,9 @@ from openai import OpenAI
 
 from ddtree_deploy.demo.sshd import free_port, loopback_sshd, sshd_binary
 from tests.cli.conftest import Ran, run
+from tests.fixtures.until import until
 from tests.fixtures.venvs import make_venv, package, site
-from tests.launch.conftest import end_launches, until
+from tests.launch.conftest import end_launches
 
 pytestmark = [pytest.mark.slow, pytest.mark.ssh, pytest.mark.skipif(sshd_binary() is None, reason="no sshd: install openssh-server")]
 

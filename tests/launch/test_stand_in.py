@@ -26,8 +26,9 @@ from ddtree_deploy.launch.argv import Request
 from ddtree_deploy.launch.lifecycle import begin, open_session, parse, prepare, prove, servers
 from ddtree_deploy.launch.readiness import Watch, wait
 from tests.cli.conftest import run
+from tests.fixtures.until import until
 from tests.fixtures.venvs import make_venv
-from tests.launch.conftest import stand_in, told, until
+from tests.launch.conftest import stand_in, told
 
 # Processes that live and die: a minute in all on an idle machine, several on a busy one.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

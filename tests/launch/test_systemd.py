@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ddtree_deploy.demo.sshd import free_port
+from tests.fixtures.until import until
 from tests.launch import systemd
-from tests.launch.conftest import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.skipif(bool(systemd.missing()), reason=systemd.missing())]
 

@@ -89,7 +89,7 @@ def test_a_base_that_somebody_changed_is_refused_by_name_and_shown(venv: Path, t
     assert checked.code == 14 and BASE[1] in checked.err
 
 
-def test_a_dry_run_leaves_the_store_as_it_was(venv: Path, tmp_path: Path, quiet_home: Path) -> None:
+def test_a_dry_run_leaves_the_store_as_it_was(venv: Path, quiet_home: Path) -> None:
     snapshot(venv, "stock")
     store = quiet_home / "ddtree/store"
     before = contents(store)

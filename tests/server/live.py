@@ -11,8 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from ddtree.server.app import Settings, build_app
 from ddtree.server.engine import Engine, Generation, Request, run
 from ddtree.server.metrics import Metrics
 from ddtree.server.scheduler import Scheduler
+from tests.fixtures.until import until
 
 ROOT = Path(__file__).parents[2]
 MODEL = "pair"
@@ -102,13 +102,6 @@ def expected(engine: Engine, text: str, **changes: Any) -> tuple[str, Generation
     return generation.take_text(), generation
 
 
-def wait_until(true: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.02)
-
-
 @contextlib.contextmanager
 def serve(
     engine: Engine, *, max_running: int = 4, max_waiting: int = 64, api_key: str | None = None, max_body: int = 1 << 20
@@ -123,7 +116,7 @@ def serve(
         thread = threading.Thread(target=server.run, args=([listener],), name="uvicorn", daemon=True)
         thread.start()
         try:
-            wait_until(lambda: server.started, "the server starts")
+            until(lambda: server.started, "the server starts")
             yield Live(listener.getsockname()[1])
         finally:
             server.should_exit = True

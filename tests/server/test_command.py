@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from ddtree.server.__main__ import api_key
-from tests.server.live import Process, command, events, started, wait_until
+from tests.fixtures.until import until
+from tests.server.live import Process, command, events, started
 
 LONG = {"prompt": "the quick brown fox jumps over the lazy dog", "temperature": 0, "ignore_eos": True}
 
@@ -80,9 +81,9 @@ def test_it_serves_with_a_key_and_sigterm_finishes_what_it_began(pair: tuple[Pat
 
         asker = threading.Thread(target=ask)
         asker.start()
-        wait_until(lambda: live.metric("ddtree_round_tokens_count") > 0, "the answer began")
+        until(lambda: live.metric("ddtree_round_tokens_count") > 0, "the answer began")
         server.signal(signal.SIGTERM)
-        wait_until(lambda: draining(server), "new work is refused")
+        until(lambda: draining(server), "new work is refused")
         asker.join(120)
         assert server.wait() == 0, server.said
         assert got and got[0][-1]["choices"][0]["finish_reason"] == "length"
@@ -99,7 +100,7 @@ def test_a_second_signal_ends_it_at_once(pair: tuple[Path, Path], tmp_path: Path
         stream = live.client("from-file").completions.create(**wanted, extra_body={"ignore_eos": True})
         next(iter(stream))
         server.signal(signal.SIGINT)
-        wait_until(lambda: draining(server), "new work is refused")
+        until(lambda: draining(server), "new work is refused")
         server.signal(signal.SIGINT)
         assert server.wait(30) == 143
 
@@ -116,7 +117,7 @@ def test_what_is_not_done_when_the_drain_ends_is_cancelled(pair: tuple[Path, Pat
 
 
 @pytest.mark.slow
-def test_the_tiny_pair_counts(tmp_path: Path) -> None:
+def test_the_tiny_pair_counts() -> None:
     with started("--tiny") as server:
         message = {"role": "user", "content": "Count from 3 to 12."}
         answer = server.live.ask("/v1/chat/completions", {"messages": [message], "temperature": 0}).json()

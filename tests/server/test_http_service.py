@@ -14,8 +14,9 @@ import pytest
 from ddtree.sampling import Sampling
 from ddtree.server.engine import Engine, Generation, Mode, Request
 from ddtree.server.load import load_engine
+from tests.fixtures.until import until
 from tests.server.conftest import Variant
-from tests.server.live import LONG, MODEL, PROMPT, Live, events, expected, serve, wait_until
+from tests.server.live import LONG, MODEL, PROMPT, Live, events, expected, serve
 
 
 def test_models(live: Live) -> None:
@@ -69,13 +70,13 @@ def test_a_full_queue_answers_429_and_empties_when_clients_leave(variant: Varian
         with busy.streaming("/v1/completions", LONG) as first:
             assert first.status == 200 and first.readline().startswith(b"data:")
             with busy.streaming("/v1/completions", LONG):
-                wait_until(lambda: busy.metric("ddtree_requests_waiting") == 1, "the second request waits")
+                until(lambda: busy.metric("ddtree_requests_waiting") == 1, "the second request waits")
                 third = busy.ask("/v1/completions", {**LONG, "max_tokens": 2})
                 assert third.status == 429 and third.error["code"] == "queue_full"
                 assert int(third.headers["retry-after"]) >= 1
                 with pytest.raises(openai.RateLimitError):
                     busy.client().completions.create(model=MODEL, prompt="x", max_tokens=2)
-        wait_until(lambda: busy.metric("ddtree_requests_running") == 0, "both are dropped")
+        until(lambda: busy.metric("ddtree_requests_running") == 0, "both are dropped")
         assert busy.metric("ddtree_requests_total", outcome="cancelled") == 2
         assert busy.metric("ddtree_generation_tokens_total") < 1500
         assert busy.ask("/v1/completions", {**LONG, "max_tokens": 2}).status == 200
@@ -85,9 +86,9 @@ def test_a_client_that_disconnects_without_streaming_is_dropped_too(variant: Var
     with serve(variant(Mode.DDTREE)) as server:
         connection = http.client.HTTPConnection("127.0.0.1", server.port)
         connection.request("POST", "/v1/completions", json.dumps(LONG))
-        wait_until(lambda: server.metric("ddtree_requests_running") == 1, "the request runs")
+        until(lambda: server.metric("ddtree_requests_running") == 1, "the request runs")
         connection.close()
-        wait_until(lambda: server.metric("ddtree_requests_running") == 0, "the request is dropped")
+        until(lambda: server.metric("ddtree_requests_running") == 0, "the request is dropped")
         assert server.metric("ddtree_requests_total", outcome="cancelled") == 1
 
 
@@ -101,7 +102,7 @@ def test_what_was_taken_is_finished_when_the_server_stops(variant: Variant) -> N
 
         asker = threading.Thread(target=ask)
         asker.start()
-        wait_until(lambda: server.metric("ddtree_requests_running") == 1 or bool(got), "the request runs")
+        until(lambda: server.metric("ddtree_requests_running") == 1 or bool(got), "the request runs")
     asker.join(60)
     assert got[0]["choices"][0]["text"] == text
 
