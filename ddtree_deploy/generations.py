@@ -128,7 +128,8 @@ def rollback(
         if dry_run:
             return RolledBack(host.name, plan.generation, plan.previous)
         if not approve(plan):
-            raise UsageProblem("nothing was changed: the rollback was not approved")
+            mend = "end what runs there first, or run it again and answer `y`"
+            raise UsageProblem("nothing was changed: the rollback was not approved", mend=mend)
         begun = session.ask("begin", venv=host.venv, who=_who(), what="rollback").fields
         if begun.get("recovered"):
             emit(Note(host.name, begun["recovered"], "warn"))

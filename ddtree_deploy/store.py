@@ -257,7 +257,7 @@ class Store:
         import difflib
 
         names = [ref.label for ref in refs if ref.label] + [ref.id[:12] for ref in refs]
-        near = difflib.get_close_matches(text, names, n=3, cutoff=0.5) or names[:3]
+        near = difflib.get_close_matches(text, names, n=3, cutoff=0.5) or [ref.label or ref.id[:12] for ref in refs[:3]]
         raise UsageProblem(f"there is no snapshot `{text}`", mend="snapshots here: " + ", ".join(f"`{name}`" for name in near))
 
     def manifest(self, name: str) -> Manifest:

@@ -215,7 +215,7 @@ def _nothing_yet(host: Host, snapshot: Manifest) -> Inventory:
 def _approved(plan: Plan, approve: Callable[[Plan], bool]) -> None:
     _refuse_blocks(plan)
     if not approve(plan):
-        raise UsageProblem("nothing was changed: the plan was not approved")
+        raise UsageProblem("nothing was changed: the plan was not approved", mend="end what runs there first, or push again and answer `y`")
 
 
 def _refuse_blocks(plan: Plan) -> None:

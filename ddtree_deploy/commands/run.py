@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 import signal
 import sys
 import traceback
@@ -48,6 +49,7 @@ def _common(
 
 
 COMMON = inspect.signature(_common, eval_str=True).parameters
+CONTEXT = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
 
 class Stopped(KeyboardInterrupt):
@@ -79,7 +81,16 @@ def _left(ui: Ui) -> str | None:
     return f"`{step.host}` goes back by itself unless it was confirmed: see `ddtree-deploy status {step.host}`, then run the same again"
 
 
-def guard(ui: Ui, work: Callable[[], int | None]) -> int:
+def _aimed(problem: DeployError, command: str, host: object) -> DeployError:
+    """Return the error; where it has its kind's own mend, that names this command and this host."""
+    if problem.mend == problem.default_mend:
+        problem.mend = problem.mend.replace("ddtree-deploy COMMAND", command)
+        if isinstance(host, str) and host:
+            problem.mend = re.sub(r"\b(HOST|TARGET)\b", lambda _match: host, problem.mend)
+    return problem
+
+
+def guard(ui: Ui, work: Callable[[], int | None], command: str = "ddtree-deploy", host: object = None) -> int:
     """Run `work` and return the exit code; what went wrong is printed here and nowhere else."""
     stopped = False
 
@@ -96,7 +107,7 @@ def guard(ui: Ui, work: Callable[[], int | None]) -> int:
         ui.error(problem, code)
         return code
     except DeployError as problem:
-        ui.error(problem)
+        ui.error(_aimed(problem, command, host))
         return problem.exit_code
     except KeyboardInterrupt:
         name, code = ("SIGTERM", 143) if stopped else ("SIGINT", 130)
@@ -133,16 +144,16 @@ def command(
         own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
 
         @functools.wraps(function)
-        def run(**values: Any) -> None:
+        def run(context: typer.Context, **values: Any) -> None:
             ui = _common(**{key: values.pop(key) for key in COMMON})
             ui.acts = acts
-            raise typer.Exit(guard(ui, lambda: function(ui, **values)))
+            raise typer.Exit(guard(ui, lambda: function(ui, **values), context.command_path, values.get("name")))
 
         # All that typer needs is in the signature; what it would evaluate once more costs 30 ms at every start.
         run.__annotations__ = {}
         shared = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in COMMON.values()]
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + shared
+            [CONTEXT, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own), *shared]
         )
         app.command(name, epilog=epilog, rich_help_panel=panel)(run)
         return function

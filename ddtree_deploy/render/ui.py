@@ -110,8 +110,11 @@ class Ui:
         """Print a table that the user asked for; not with `--json`."""
         if self.json:
             return
-        styles = ["bold", *(styles or [""] * len(rows))]
-        for lines, style in zip(laid_out(columns, rows, self.width(sys.stdout)), styles, strict=True):
+        width = self.width(sys.stdout)
+        heading, *body = laid_out(columns, rows, width)
+        if width is not None:
+            heading.append("─" * max(len(line) for lines in (heading, *body) for line in lines))
+        for lines, style in zip([heading, *body], ["bold", *(styles or [""] * len(rows))], strict=True):
             for line in lines:
                 self._write(sys.stdout, line, style)
 

@@ -194,3 +194,12 @@ def test_the_log_has_the_steps_and_old_logs_go(source: Path) -> None:
     assert len(names) == 50 and names[-1] > "2021"
     kinds = {json.loads(line)["kind"] for line in (logs / names[-1]).read_text().splitlines()}
     assert "step" in kinds
+
+
+def test_a_hint_names_this_command_and_this_host(tmp_path: Path) -> None:
+    (tmp_path / "ssh_config").write_text("Host gone\n    HostName 127.0.0.1\n    Port 1\n")
+    (tmp_path / "ddtree.toml").write_text('ssh_config = "ssh_config"\n[hosts.gone]\nvenv = "/x"\n')
+    unreachable = run("status", "gone", cwd=tmp_path)
+    assert unreachable.code == 10 and "try `ssh gone true`" in unreachable.err
+    relative = run("generations", "prune", "gone", "--venv", "x", cwd=tmp_path)
+    assert relative.code == 2 and "hint: see `ddtree-deploy generations prune --help`" in relative.err
