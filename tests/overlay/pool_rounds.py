@@ -9,16 +9,13 @@ known; a slot remembers which token was written to it at which position.
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import random
 import sys
-import types
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from hollow import hollow
 
 SITE, WIDTH, ROUNDS = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 REAL = {
@@ -30,40 +27,12 @@ REAL = {
 VOCAB, BLOCK = 12, 6
 
 
-def _anything(*args: object, **_: object) -> object:
+def anything(*args: object, **_: object) -> object:
     """Stand for a class, a function or a decorator, with or without arguments."""
     return args[0] if args and callable(args[0]) else lambda function=None, *_: function
 
 
-class Empty(types.ModuleType):
-    """A module of which any name can be imported and none is used."""
-
-    __path__: list[str] = []  # noqa: RUF012
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _anything
-
-
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Load the real modules from the site, and leave the rest of SGLang, and Triton, empty."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if name in REAL:
-            return importlib.util.spec_from_file_location(name, SITE / (name.replace(".", "/") + ".py"))
-        if name.split(".")[0] in ("sglang", "triton"):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return Empty(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        return
-
-
-sys.meta_path.insert(0, Finder())
+hollow(SITE, REAL, ("sglang", "triton"), lambda _name: anything)
 import sglang.srt.layers.attention.utils as attention_utils  # noqa: E402
 import sglang.srt.mem_cache.common as common  # noqa: E402
 import sglang.srt.model_executor.forward_batch_info as forward_batch_info  # noqa: E402

@@ -11,9 +11,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import importlib
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import random
 import sys
 import types
@@ -21,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from hollow import hollow
 
 SITE, WIDTH, ROUNDS = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 SPECULATIVE = "sglang.srt.speculative."
@@ -47,32 +45,9 @@ class Anything(metaclass=AnyMember):
         return cls
 
 
-class Empty(types.ModuleType):
-    """A module of which any name can be imported."""
-
-    __path__: list[str] = []  # noqa: RUF012
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return (lambda *_, **__: False) if name.startswith("is_") else Anything
-
-
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Load the real modules from the site, and leave the rest of SGLang empty."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        if name in REAL:
-            return importlib.util.spec_from_file_location(name, SITE / (name.replace(".", "/") + ".py"))
-        if name.split(".")[0] == "sglang":
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return Empty(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        return
+def member(name: str) -> object:
+    """Stand for a name of an empty module: a question is answered with no."""
+    return (lambda *_, **__: False) if name.startswith("is_") else Anything
 
 
 class Bag(SimpleNamespace):
@@ -107,7 +82,7 @@ def part(name: str) -> types.ModuleType:
     return importlib.import_module("sglang." + name)
 
 
-sys.meta_path.insert(0, Finder())
+hollow(SITE, REAL, ("sglang",), member)
 SPEC = Bag(speculative_algorithm="DDTREE", speculative_num_draft_tokens=WIDTH, speculative_dflash_block_size=BLOCK)
 context = part("srt.runtime_context")
 context.get_spec = lambda: SPEC
