@@ -213,21 +213,24 @@ class Session:
             self.emit(Note(self.host.name, f"agent runs under python {python} as {user}", "debug"))
         return self.hello
 
-    def ask(self, op: str, value: Any = None, *, patience: float = 600.0, **fields: Any) -> Reply:
-        """Send a request and return its answer; progress goes to `emit`.
+    def ask(
+        self, op: str, value: Any = None, meanwhile: Callable[[], None] = lambda: None, /, *, patience: float = 600.0, **fields: Any
+    ) -> Reply:
+        """Send a request and return its answer; progress goes to `emit`. `meanwhile` is done here while the host works.
 
         Raises the DeployError that the agent names, HostUnreachable when the line breaks or nothing new is heard for
         `patience` seconds (pings and progress that stands still do not count), IntegrityFailure when a payload is not what its
         digest says, or an answer has not the shape that it must have (`answers`).
         """
-        self.greet()
         self._number += 1
         number = self._number
         extra, payload = frames.pack(value) if value is not None else ({}, b"")
         self.emit(Note(self.host.name, f"ask {op} {without_secrets(fields)}", "debug"))
         self._open[0] = number
-        last, deadline = None, time.monotonic() + patience
         self._send(frames.encode({"op": op, "id": number, **fields, **extra}, len(payload)) + payload)
+        self.greet()  # only now, so that the first request is there when the agent is
+        meanwhile()
+        last, deadline = None, time.monotonic() + patience
         while True:
             header, body = self._next(max(0.0, deadline - time.monotonic()))
             if "progress" in header:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
     from ddtree_deploy.agent.push import Push
+    from ddtree_deploy.agent.sources import Sources
     from ddtree_deploy.agent.venvs import Making
     from ddtree_deploy.agent.walk import Entry
 
@@ -43,6 +44,7 @@ class Session:
         self.made: Making | None = None  # the venv that was made for the push which has not begun
         #: The newest scan: root, entries, directories, fingerprint.
         self.walked: tuple[str, list[Entry], dict[str, int], str] | None = None
+        self.sources: Sources | None = None  # of that scan (`writes.get_ready`)
         self.current: int | None = None
         self.pulse = frames.Pulse()
         self._aborted = threading.Event()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ddtree_deploy.agent.landing import Landing
     from ddtree_deploy.agent.main import Session
     from ddtree_deploy.agent.sources import Sources
+    from ddtree_deploy.agent.walk import Entry
 
     T = TypeVar("T")
 
@@ -35,12 +36,12 @@ class Push:
         self.python = venv_python(found.venv)
         self.number: int | None = None
         self.journal: dict[str, Any] = {}
-        self.info: dict[str, Any] = {}
         self.wanted: list[stage.Wanted] = []
         self.sources: Sources | None = None
         self.landing: Landing | None = None
         self.index: layout.Index | None = None
         self.used: set[str] = set()
+        self.proved: list[Entry] | None = None  # the walk that proved the staged tree
         self.switched = False
         self.keep_incoming = True
         self.keep_generations = 3

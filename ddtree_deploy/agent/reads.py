@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import time
 
 # What a handler alone needs, it imports: every command that looks at a host pays for what is here.
 from ddtree_deploy.agent import PROTOCOL, layout, locks, objects, walk
+from ddtree_deploy.agent.ahead import ahead
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.paths import HostilePath, Tree, parse
 
@@ -58,36 +58,48 @@ def scan(session: Session, header: dict[str, Any], _value: object) -> dict[str, 
     found = layout.locate(header["venv"])
     live = found.live()
     root = _root(found)
+    index_file = "" if live is None else os.path.join(found.directory(live), "index")
+    info = (found.info(live) if live is not None else None) or {}
+    repeated = bool(header.get("unless")) and info.get("asked") == header["unless"]  # then, most likely, only the walk is needed
+
+    def host() -> dict[str, Any]:
+        from ddtree_deploy.agent import facts
+
+        return {"python": facts.python_facts(venv_python(found.venv)), "facts": facts.host_facts(found.venv)}
+
+    facts = host if repeated else ahead(host)  # other programs are asked, and nvidia-smi takes up to seconds
     now_ns = time.time_ns()
     directories: dict[str, int] = {}
     entries = walk.walk(root, directories)
-    index_file = "" if live is None else os.path.join(found.directory(live), "index")
-    info = (found.info(live) if live is not None else None) or {}
     unfinished = locks.journal_state(found)  # a switch that nobody confirmed yet is not what anybody asked for
     clean = bool(info.get("result")) and not unfinished and layout.Index.seal_of(index_file) == walk.seal(entries)
     common: dict[str, Any] = {
         "venv": found.venv, "site": found.site_relative, "generation": live, "now_ns": now_ns, "info": info, "clean": clean,
         "unfinished": unfinished,
     }
-    if clean and header.get("unless") and info.get("asked") == header["unless"]:
+    if clean and repeated:
         return {**common, "same": True}
-    from ddtree_deploy.agent import dists, facts, procs
+    from ddtree_deploy.agent import dists, procs
+    from ddtree_deploy.agent.facts import space
 
     session.walked = (root, entries, directories, walk.fingerprint(entries))
     common.update(
-        same=False, fingerprint=session.walked[3], space=facts.space(found.venv),
+        same=False, fingerprint=session.walked[3], space=space(found.venv),
         writable=os.access(found.venv, os.W_OK) and os.access(os.path.dirname(found.site), os.W_OK),
     )
-    big: dict[str, Any] = {
-        "python": facts.python_facts(venv_python(found.venv)), "facts": facts.host_facts(found.venv),
-        "servers": procs.servers(found.venv), "torch": dists.torch_version(root),
-    }
+    big: dict[str, Any] = {"servers": procs.servers(found.venv), "torch": dists.torch_version(root), **facts()}
     if not (clean and info["result"] in header.get("knows", ())):
         index = (layout.Index.load(index_file) if index_file else None) or layout.Index()
         big["files"] = [[*entry[:9], index.digest(entry)] for entry in entries]
         big["distributions"] = dists.read_distributions(root)
         big["pth"] = dists.read_pth(root)
     return {**common, "_big": big}
+
+
+def _get_ready(session: Session, found: layout.Layout) -> None:
+    from ddtree_deploy.agent import writes  # to compile it is a part of the work
+
+    writes.get_ready(session, found)
 
 
 def hash_files(session: Session, header: dict[str, Any], value: list[str]) -> dict[str, Any]:
@@ -140,8 +152,8 @@ def users(session: Session, header: dict[str, Any], _value: object) -> dict[str,
     found = layout.locate(header["venv"])
     return {
         "_big": procs.users_of([os.path.realpath(found.site), found.generations, found.site]),
-        # The controller plans a push now; to compile the code for it here takes as long as that.
-        "_then": None if session.read_only else lambda: importlib.import_module("ddtree_deploy.agent.writes"),
+        # The controller plans a push now, which takes as long.
+        "_then": None if session.read_only else lambda: _get_ready(session, found),
     }
 
 

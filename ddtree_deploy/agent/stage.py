@@ -116,7 +116,7 @@ def build(session: Session, found: layout.Layout, root: str, wanted: list[Wanted
     """Make the tree `root` hold exactly `wanted`; return its Index and the received digests that it uses.
 
     Unchanged files are hard-linked (tidy.py gives small ones copies of their own later); a file whose mode differs from its
-    source's, and a second use of received content, is a copy. Stamps in the index have no ctime yet: `stamp` adds it.
+    source's, and a second use of received content, is a copy. Stamps in the index have no ctime: that is the proof's to see.
     """
     os.makedirs(root, mode=0o755)
     os.chmod(root, 0o755)
@@ -160,13 +160,6 @@ def build(session: Session, found: layout.Layout, root: str, wanted: list[Wanted
             for tree in trees.values():
                 tree.close()
     return layout.Index(rows), used
-
-
-def stamp(index: layout.Index, entries: list[Entry]) -> None:
-    """Complete the stamps of an index from a walk of its tree that was just proved."""
-    for entry in entries:
-        row = index.rows[entry[0]]
-        index.rows[entry[0]] = (row[0], row[1], row[2], row[3], entry[4], entry[5], entry[6], entry[7])
 
 
 def _tree(trees: dict[str, Tree], root: str) -> Tree:
@@ -264,14 +257,14 @@ def keep_bytecode(root: str, index: layout.Index, sources: Sources) -> None:
                     continue
 
 
-def consume(found: layout.Layout, root: str, index: layout.Index, used: set[str]) -> None:
-    """Drop what was received, now that it is in its place; that moves the ctime of the files, so their stamps are renewed."""
+def consume(found: layout.Layout, root: str, index: layout.Index, used: set[str], proved: list[Entry]) -> list[Entry]:
+    """Drop what was received, now that it is in its place; return the entries `proved` with the ctimes that this moved."""
     layout.remove(found.incoming)
     with Tree(root) as tree:
-        for path, row in index.rows.items():
-            if row[0] == "f" and row[3] in used:
-                info = tree.stat(path)
-                index.rows[path] = (*row[:4], info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns)
+        return [
+            (*entry[:7], tree.stat(entry[0]).st_ctime_ns, *entry[8:]) if entry[1] == "f" and index.rows[entry[0]][3] in used else entry
+            for entry in proved
+        ]
 
 
 def discard(found: layout.Layout, everything: bool) -> None:
@@ -282,9 +275,9 @@ def discard(found: layout.Layout, everything: bool) -> None:
         shutil.rmtree(found.incoming)
 
 
-def publish(found: layout.Layout, number: int, index: layout.Index, info: dict[str, Any]) -> None:
+def publish(found: layout.Layout, number: int, index: layout.Index, proved: list[Entry], info: dict[str, Any]) -> None:
     """Make the proved tree of `number` a generation, durably: everything on disk first, then the record that makes it count."""
-    index.save(os.path.join(found.directory(number), "index"))
+    index.save(os.path.join(found.directory(number), "index"), proved)
     durable.sync_file_system(found.directory(number))
     durable.sync_directory(found.generations)
     found.write_info(number, info)

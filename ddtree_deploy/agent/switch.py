@@ -13,7 +13,7 @@ import os
 import re
 import time
 
-from ddtree_deploy.agent import dists, durable, layout, locks, scripts
+from ddtree_deploy.agent import durable, layout, locks
 from ddtree_deploy.agent.failure import Failure
 
 TYPE_CHECKING = False
@@ -78,6 +78,8 @@ def mend_gap(found: Layout) -> None:
 
 def flip(found: Layout, number: int, python: str) -> None:
     """Make generation `number` live, and the console scripts those of its distributions."""
+    from ddtree_deploy.agent import dists, scripts  # the connection that confirms needs neither
+
     former = [name for dist in dists.read_distributions(found.site, records=False) for name, _target in dist["scripts"]]
     durable.replace_link(found.site, found.link_text(number))
     scripts.regenerate(found.tree(number), os.path.join(found.venv, "bin"), python, former)

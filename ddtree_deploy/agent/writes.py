@@ -58,25 +58,23 @@ def begin(session: Session, header: dict[str, Any], _value: object) -> dict[str,
         "tx": push.tx, "state": "receiving", "allowed": header.get("allowed", []), "overlay": header.get("overlay", ""), **who,
         "pid": os.getpid(), "previous": found.live() or 0,
     })
-    return {
-        "tx": push.tx, "generation": found.live(), "recovered": recovered, "stirred": stirred, "_then": lambda: _know(session, push),
-    }
+    return {"tx": push.tx, "generation": found.live(), "recovered": recovered, "stirred": stirred}
 
 
-def _know(session: Session, push: Push) -> None:
-    """Learn what the live tree holds by the scan of this connection, while the controller lists what it wants."""
-    live = push.found.live()
-    if live is not None and session.walked is not None and session.walked[0] == push.found.tree(live):
-        push.sources = gather(push.found, session.walked[1], [])
+def get_ready(session: Session, found: layout.Layout) -> None:
+    """Learn what the live tree holds by the scan of this connection, before a push asks; it holds for as long as that scan does."""
+    live = found.live()
+    if live is not None and session.walked is not None and session.walked[0] == found.tree(live):
+        session.sources = gather(found, session.walked[1], [])
 
 
 def stage_request(session: Session, header: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
     """Check the wanted tree, compare the host with the plan's base, and answer which content is missing."""
     push = opened(session)
-    push.info = value["info"]
     live = push.found.live()
     root = push.found.site if live is None else push.found.tree(live)
     entries = _still_the_base(session, root, header["base"])
+    push.sources = session.sources
     if push.sources is None or push.sources.entries is not entries or value.get("vouch"):
         push.sources = gather(push.found, entries, value.get("vouch", []))
     if "delta" in value:
@@ -157,7 +155,7 @@ def prove_staged(session: Session, header: dict[str, Any], value: dict[str, Any]
             entries = walk.walk(root)
             out["hashed"], out["vouched"], out["bad"] = prove.hashes(session, root, index.rows, entries)
             if not out["bad"]:
-                stage.stamp(index, entries)
+                push.proved = entries
             else:
                 sources = need(push.sources)
                 _refuse_moved(sources, sources.by_path)
@@ -181,14 +179,14 @@ def _refuse_moved(sources: Sources, paths: Iterable[str]) -> None:
             raise Failure("stale-plan", "`%s` changed since the plan was made" % path)
 
 
-def commit(session: Session, header: dict[str, Any], _value: object) -> dict[str, Any]:
-    """Make the proved tree a generation (not yet the live one)."""
+def commit(session: Session, _header: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
+    """Make the proved tree a generation (not yet the live one), and `value` its record."""
     push = opened(session)
+    number, index, proved = need(push.number), need(push.index), need(push.proved)
     push.journal = switch.write_journal(push.found, push.journal, state="proved")
-    number, index = need(push.number), need(push.index)
-    info = {**push.info, **header.get("proved", {}), "number": number, "created": locks.utc(), "tx": push.tx, "who": push.who["who"]}
-    stage.consume(push.found, push.found.tree(number), index, push.used)
-    stage.publish(push.found, number, index, info)
+    info = {**value, "number": number, "created": locks.utc(), "tx": push.tx, "who": push.who["who"]}
+    proved = stage.consume(push.found, push.found.tree(number), index, push.used, proved)
+    stage.publish(push.found, number, index, proved, info)
     return {"generation": number}
 
 

@@ -6,9 +6,8 @@ import getpass
 import hashlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from ddtree_deploy import oracle
@@ -47,10 +46,11 @@ class PushSteps:
     sent: Sent = field(default_factory=Sent)
     proofs: list[Proofs] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
     fresh: Fresh | None = None
 
-    def ask(self, op: str, value: Any = None, **fields: Any) -> Any:
-        return self.session.ask(op, value, patience=3600.0, **fields)
+    def ask(self, op: str, value: Any = None, meanwhile: Callable[[], None] = lambda: None, /, **fields: Any) -> Any:
+        return self.session.ask(op, value, meanwhile, patience=3600.0, **fields)
 
     def step(self, what: str) -> None:
         self.emit(Step(self.host.name, what))
@@ -75,26 +75,18 @@ class PushSteps:
     def stage(self, seen: Survey, base: Survey | None) -> None:
         """Send what is missing, build the tree."""
         plan = self.plan
-        rows = [entry[:5] for entry in plan.result.files]
-        result = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
         with self.clock("stage"):
-            info = {
-                "moved": list(plan.selected), "shape": oracle.shape(plan.result.files), "allowed": self.allowed(),
-                "overlay": plan.overlay,
-                "snapshot": plan.snapshot, "asked": asked(plan.snapshot, self.options), "result": result, "files": len(rows),
-                "bytes": plan.result.bytes, "packages": [[d.name, d.shown_version] for d in plan.result.distributions],
-            }  # fmt: skip
-            value: dict[str, Any] = {"info": info, "vouch": _vouch(seen)}
+            value: dict[str, Any] = {"vouch": _vouch(seen)}
             if seen.tree is not None and base is None:
                 # Both sides know the tree that is live: what differs is enough.
                 changed = {change.path for change in plan.changes}
                 value["delta"] = {
                     "result": seen.fields["info"]["result"],
-                    "changes": [row for row in rows if row[0] in changed],
+                    "changes": [entry[:5] for entry in plan.result.files if entry.path in changed],
                     "gone": [change.path for change in plan.changes if change.sign == "-"],
                 }
             else:
-                value["files"] = rows
+                value["files"] = [entry[:5] for entry in plan.result.files]
             if base is not None:
                 value["base"] = {"root": f"{base.fields['venv']}/{base.fields['site']}", "vouch": _vouch(base)}
             reply = self.ask("stage", value, base=plan.base)
@@ -106,11 +98,19 @@ class PushSteps:
             self.sent = send(self.session, self.store, need, unpacks=bool(reply.fields["zstd"]), name=self._name)
         with self.clock("stage"):
             self.step("build the new generation")
-            # While the host links files, this side notes what the result is.
-            note = Thread(target=self.store.remember_tree, args=(result, plan.result))
-            note.start()
-            self.changed = self.ask("build").value
-            note.join()
+            self.changed = self.ask("build", None, self._describe).value
+
+    def _describe(self) -> None:
+        """Note what the result is: for the host's record of the generation, and here, to know that tree again."""
+        plan = self.plan
+        rows = [entry[:5] for entry in plan.result.files]
+        result = hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+        self.info = {
+            "moved": list(plan.selected), "shape": oracle.shape(plan.result.files), "allowed": self.allowed(), "overlay": plan.overlay,
+            "snapshot": plan.snapshot, "asked": asked(plan.snapshot, self.options), "result": result, "files": len(rows),
+            "bytes": plan.result.bytes, "packages": [[d.name, d.shown_version] for d in plan.result.distributions],
+        }  # fmt: skip
+        self.store.remember_tree(result, plan.result)
 
     def _name(self, digest: str) -> str:
         return next((entry.path for entry in self.plan.result.files if entry.digest == digest), digest)
@@ -150,7 +150,7 @@ class PushSteps:
                 )  # fmt: skip
             raise ProofFailed(f"`{self.host.name}` keeps its generation: the staged tree is not proved", causes=failed_lines(proofs))
         with self.clock("prove"):
-            self.ask("commit", proved={"failed_imports": sorted(baseline)})
+            self.ask("commit", {**self.info, "failed_imports": sorted(baseline)})
 
     def _baseline(self, source: Mapping[str, Any], failed: Sequence[str]) -> set[str]:
         """Return the failed modules that did not import before either: on the source host, or in the target's live tree."""

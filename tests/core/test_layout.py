@@ -11,6 +11,7 @@ import pytest
 from ddtree_deploy.agent.failure import Failure
 from ddtree_deploy.agent.layout import Index, Layout, locate
 from ddtree_deploy.agent.stage import apply_delta
+from ddtree_deploy.agent.walk import seal, walk
 from tests.fixtures.venvs import SITE, make_venv, package
 
 
@@ -83,7 +84,8 @@ def test_the_generation_before_is_what_the_ledger_says_else_the_nearest_older(fo
 
 def test_an_index_survives_and_rubbish_is_none(tmp_path: Path) -> None:
     path = str(tmp_path / "index")
-    rows = {"a": ("f", 0o644, 3, "d" * 64, 1, 2, 3, 4), "b": ("l", 0o777, 0, "a", 1, 2, 3, 4)}
+    rows = {"a": ("f", 0o644, 3, "d" * 64, 1, 2, 3, 4), "b": ("l", 0o777, 0, 'a "b"\\', 1, 2, 3, 4)}
+    rows['c"\\\n\udcff\u00e9'] = ("?", 0, 0, "", 0, 0, 0, 0)
     Index(rows).save(path)
     loaded = Index.load(path)
     assert loaded is not None and loaded.rows == rows
@@ -93,9 +95,23 @@ def test_an_index_survives_and_rubbish_is_none(tmp_path: Path) -> None:
     assert Index.load(str(tmp_path / "gone")) is None
 
 
+def test_an_index_takes_its_stamps_from_a_walk_of_its_files(tmp_path: Path) -> None:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree/a").write_text("one")
+    (tmp_path / "tree/b").symlink_to("a")
+    seen = walk(str(tmp_path / "tree"))
+    rows = {"a": ("f", 0o644, 3, "d" * 64, 1, 2, 3, None), "b": ("l", 0o777, 0, "a", 1, 2, 3, None)}
+    path = str(tmp_path / "index")
+    Index(rows).save(path, seen)
+    loaded = Index.load(path)
+    assert loaded is not None and [loaded.digest(entry) for entry in seen] == ["d" * 64, None]
+    assert {name: row[3] for name, row in loaded.rows.items()} == {"a": "d" * 64, "b": "a"}
+    assert Index.seal_of(path) == seal(seen)
+
+
 def test_the_text_of_an_index_names_its_digests(tmp_path: Path) -> None:
     path = str(tmp_path / "index")
-    Index({"a": ("f", 0o644, 3, "d" * 64, 1, 2, 3, 4), "b/c": ("f", 0o644, 3, "e" * 64, 1, 2, 3, None)}).save(path)
+    Index({"a": ("f", 0o644, 3, "d" * 64, 1, 2, 3, 4), "b/c": ("f", 0o644, 3, "e" * 64, 1, 2, 3, 4)}).save(path)
     assert [letter * 64 in Index.text(path).decode() for letter in "def"] == [True, True, False]
     assert Index.text(str(tmp_path / "gone")) == b""
 

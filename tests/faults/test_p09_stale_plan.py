@@ -121,6 +121,23 @@ def test_another_push_between_plan_and_application_is_a_change_too(world: World)
     assert live_generation(world.target) == 1 and world.live() == world.new
 
 
+@pytest.mark.faults
+def test_and_also_when_the_live_tree_was_a_generation(world: World) -> None:
+    world.push()
+    rest(world.target)
+    world.rollback(0)
+    rest(world.target)
+
+    def approve(_plan: Plan) -> bool:
+        world.push()
+        rest(world.target)
+        return True
+
+    _done, error = outcome(lambda: world.push(approve=approve))
+    assert isinstance(error, StalePlan)
+    assert live_generation(world.target) == 2 and world.live() == world.new and litter(world.target) == []
+
+
 def test_what_was_not_approved_was_not_begun(world: World) -> None:
     _done, error = outcome(lambda: world.push(approve=lambda _plan: False))
     assert error is not None and error.exit_code == 2 and "nothing was changed" in error.message

@@ -134,7 +134,7 @@ def test_hostile_frames_to_the_agent_are_refused(world: World, unchanged: None) 
         base = session.ask("scan", venv=str(world.target)).fields["fingerprint"]
         session.ask("begin", venv=str(world.target), who="mallory", what="push")
         for case, rows in HOSTILE.items():
-            value = {"files": [row("honest.py"), *rows], "info": {}, "vouch": []}
+            value = {"files": [row("honest.py"), *rows], "vouch": []}
             _done, error = outcome(lambda value=value: session.ask("stage", value, base=base))
             assert isinstance(error, IntegrityFailure), f"{case}: {error!r}"
             refused += 1
@@ -312,8 +312,8 @@ def test_garbled_and_truncated_frames_write_nothing_and_end_the_agent(tmp_path: 
 def test_any_truncation_or_flip_of_a_conversation_leaves_the_tree_alone(tmp_path: Path) -> None:
     venv = make_venv(tmp_path / "venv", package("alpha", "1.0"))
     files = tree_hash(venv / "lib", venv / "bin")
-    talk = _ask("begin", 1, venv=str(venv), who="t", what="push") + _ask("stage", 2, {"files": [], "info": {}, "vouch": []}, base="")
-    talk += _ask("received", 3) + _ask("build", 4) + _ask("commit", 5) + _ask("switch", 6, deadline=1)
+    talk = _ask("begin", 1, venv=str(venv), who="t", what="push") + _ask("stage", 2, {"files": [], "vouch": []}, base="")
+    talk += _ask("received", 3) + _ask("build", 4) + _ask("commit", 5, {}) + _ask("switch", 6, deadline=1)
     import random
 
     random.seed(13)
