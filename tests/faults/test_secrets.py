@@ -184,8 +184,11 @@ def test_the_seeker_finds_what_it_seeks(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/log").write_text(f"--api-key {SERVER_KEY}")
     assert leaks(files(tmp_path)) == [f"{tmp_path}/deep/log: {SERVER_KEY}"]
-    shown = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()", SERVER_KEY], stdin=subprocess.PIPE)
+    code = "import sys; print(flush=True); sys.stdin.read()"
+    shown = subprocess.Popen([sys.executable, "-c", code, SERVER_KEY], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert shown.stdout
     try:
+        shown.stdout.readline()  # in the middle of its exec a process has no command line
         assert SERVER_KEY in command_lines()[str(shown.pid)]
     finally:
         shown.kill()
