@@ -19,7 +19,10 @@ COMMON = frozenset(
 
 
 class Part(NamedTuple):
-    """A distribution as its replacement sees it: normalised name, how people know it, import packages, shared objects."""
+    """A distribution as its replacement sees it: normalised name, how people know it, import packages, shared objects.
+
+    A package is that of the first that lists it (the others of a namespace are no rivals), a shared object that of all who do.
+    """
 
     key: str
     shown: str
@@ -39,7 +42,7 @@ class Replacement:
     """What moves (indexes of the source), what goes (indexes of the target), and the import packages of both.
 
     `whole`: everything of the source moves, what no RECORD names included. Owners are indexes, -1 for nobody; a path that
-    several distributions name belongs to the first.
+    several distributions name comes or stays when it does for one of them.
     """
 
     moved: frozenset[int]
@@ -95,3 +98,24 @@ def _displaced(part: Part, rivals: Mapping[str, Mapping[str, Part]]) -> Gone | N
 def objects(paths: Iterable[str]) -> frozenset[str]:
     """Return the shared objects among paths: what can have one owner only."""
     return frozenset(path for path in paths for name in [path.rpartition("/")[2]] if name.endswith(".so") or ".so." in name)
+
+
+def parents(paths: Iterable[str]) -> set[str]:
+    """Return the directories that paths lie in, at any depth."""
+    out: set[str] = set()
+    for path in paths:
+        at = path.rpartition("/")[0]
+        while at and at not in out:
+            out.add(at)
+            at = at.rpartition("/")[0]
+    return out
+
+
+def below(path: str, places: Collection[str]) -> bool:
+    """Tell whether one of `places` (a set) is a parent of `path`; the time depends on its depth, not on how many places there are."""
+    at = path.rfind("/")
+    while at > 0:
+        if path[:at] in places:
+            return True
+        at = path.rfind("/", 0, at)
+    return False

@@ -38,7 +38,8 @@ def encode(manifest: Manifest) -> bytes:
         "venv": manifest.venv,
         "python": {name: getattr(manifest.python, name) for name in _PYTHON_FIELDS},
         "distributions": [
-            [d.name, d.version, d.directory, d.build, d.packages, d.scripts, d.requires] for d in manifest.distributions
+            [d.name, d.version, d.directory, d.build, d.packages, d.scripts, d.requires, *([d.shares] if d.shares else ())]
+            for d in manifest.distributions
         ],
         "files": manifest.files,
         "findings": [[f.kind, f.where, f.text] for f in manifest.findings],
@@ -89,11 +90,11 @@ def python_facts(value: Mapping[str, Any]) -> PythonFacts:
 
 
 def _distribution(row: Any) -> Distribution:
-    name, version, directory, build, packages, scripts, requires = row
+    name, version, directory, build, packages, scripts, requires, *shares = row
     parse(directory)
     return Distribution(
         str(name), str(version), directory, str(build), tuple(map(str, packages)),
-        tuple((str(n), str(t)) for n, t in scripts), tuple(map(str, requires)),
+        tuple((str(n), str(t)) for n, t in scripts), tuple(map(str, requires)), tuple(str(path) for paths in shares for path in paths),
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ class Distribution:
 
     `version` is METADATA's; `build` is the version that the code itself reports where they differ (`2.11.0+cu130` from
     `torch/version.py`), else empty. `packages` are the import packages it owns, `scripts` its console scripts
-    (`name`, `module:attr`).
+    (`name`, `module:attr`). `shares` are the files that its RECORD lists too, and that belong to another one.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Distribution:
     packages: tuple[str, ...] = ()
     scripts: tuple[tuple[str, str], ...] = ()
     requires: tuple[str, ...] = ()
+    shares: tuple[str, ...] = ()
 
     @property
     def shown_version(self) -> str:

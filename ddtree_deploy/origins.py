@@ -32,7 +32,7 @@ def classify(scan: Mapping[str, Any], digests: Mapping[str, str | None]) -> Clas
     `digests` maps the path of every regular file to its sha256; None means that it changed while it was read.
     """
     rows = scan["distributions"]
-    owner, recorded, findings = _ownership(rows)
+    owner, recorded, shared, findings = _ownership(rows)
     findings += _pth(scan["pth"])
     files: list[FileEntry] = []
     seen: set[str] = set()
@@ -55,16 +55,19 @@ def classify(scan: Mapping[str, Any], digests: Mapping[str, str | None]) -> Clas
     for path in recorded:
         if path not in seen and not path.startswith("..") and "__pycache__" not in path:
             findings.append(Finding("missing", path, f"in RECORD of {rows[owner[path]]['name']}, not on the disk"))
-    distributions = _distributions(rows, files, scan.get("torch") or {})
+    distributions = _distributions(rows, files, shared, scan.get("torch") or {})
     return Classified(distributions, tuple(sorted(files)), tuple(sorted(findings, key=lambda f: (f.kind, f.where))))
 
 
-def _ownership(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], dict[str, str | None], list[Finding]]:
+def _ownership(
+    rows: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, int], dict[str, str | None], dict[tuple[int, int], list[str]], list[Finding]]:
+    """Return the first owner of each path, its hash by RECORD, what later ones (first owner, later one) list too, and findings."""
     owner: dict[str, int] = {}
     recorded: dict[str, str | None] = {}
     findings: list[Finding] = []
     outside: Counter[str] = Counter()
-    shared: dict[tuple[int, int], int] = Counter()
+    shared: dict[tuple[int, int], list[str]] = {}
     names: Counter[str] = Counter(_canonical(row["name"]) for row in rows)
     for name, count in names.items():
         if count > 1:
@@ -83,7 +86,7 @@ def _ownership(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], dict[
                     outside[row["name"]] += 1
                 continue
             if path in owner and owner[path] != index:
-                shared[owner[path], index] += 1
+                shared.setdefault((owner[path], index), []).append(path)
                 if recorded.get(path) is None:
                     recorded[path] = digest
                 continue
@@ -92,9 +95,9 @@ def _ownership(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], dict[
     for name, count in sorted(outside.items()):
         text = f"{count} files outside site-packages (data, headers, manual pages) are not carried"
         findings.append(Finding("outside-files", name, text))
-    for (first, second), count in sorted(shared.items()):
-        findings.append(Finding("two-owners", rows[second]["name"], f"{count} files also belong to {rows[first]['name']}"))
-    return owner, recorded, findings
+    for (first, second), paths in sorted(shared.items()):
+        findings.append(Finding("two-owners", rows[second]["name"], f"{len(paths)} files also belong to {rows[first]['name']}"))
+    return owner, recorded, shared, findings
 
 
 def _pth(rows: Sequence[Sequence[Any]]) -> list[Finding]:
@@ -140,8 +143,11 @@ def import_packages(paths: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(name for name in found if name.isidentifier() and name not in _NOT_PACKAGES))
 
 
-def _distributions(rows: Sequence[Mapping[str, Any]], files: Sequence[FileEntry], torch: Mapping[str, Any]) -> tuple[Distribution, ...]:
+def _distributions(
+    rows: Sequence[Mapping[str, Any]], files: Sequence[FileEntry], shared: Mapping[tuple[int, int], Sequence[str]], torch: Mapping[str, Any]
+) -> tuple[Distribution, ...]:
     owned: dict[int, list[str]] = {}
+    there = {entry.path for entry in files} if shared else set()
     for entry in files:
         owned.setdefault(entry.owner, []).append(entry.path)
     out = []
@@ -159,6 +165,7 @@ def _distributions(rows: Sequence[Mapping[str, Any]], files: Sequence[FileEntry]
                 packages=import_packages(paths),
                 scripts=tuple((name, target) for name, target in row["scripts"]),
                 requires=tuple(row["requires"]),
+                shares=tuple(sorted({path for (_first, who), paths in shared.items() if who == index for path in paths if path in there})),
             )
         )
     return tuple(out)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from packaging.utils import canonicalize_name
 
-from ddtree_deploy.composition import Part, objects, replacement
 from ddtree_deploy.errors import UsageProblem
+from ddtree_deploy.merging import merge
 from ddtree_deploy.models import (
     PATCHED,
     UNOWNED,
@@ -46,14 +45,14 @@ def make(
 ) -> Plan:
     """Plan the push of a snapshot, or of the distributions `only` names, onto a target.
 
-    What they replace, `composition` decides; nothing of that stays. The target's other distributions, and what nobody owns
-    outside replaced packages, are kept. `why` says of a moved one what needs it.
+    What they replace, `composition` decides; nothing of that stays but what a distribution that stays lists too. The target's
+    other distributions, and what nobody owns outside replaced packages, are kept. `why` says of a moved one what needs it.
     With `overlays` (not None) the one for the SGLang that would result is laid over it; raises as `overlay.lay_over`.
 
     Raises UsageProblem for a name that the snapshot does not have.
     """
     moved = chosen(snapshot.distributions, only) if only else frozenset(d.name for d in snapshot.distributions)
-    merged = _compose(snapshot, target, moved, whole=not only)
+    merged = merge(snapshot, target, moved, whole=not only)
     python = target.python or snapshot.python
     files, overlay = merged.files, ""
     if overlays is not None:
@@ -71,7 +70,10 @@ def make(
         result=result,
         packages=_package_table(target, moved, merged.replaced, result, changes, why or {}),
         changes=changes,
-        checks=(*interpreter_checks(snapshot.python, target.python), *_place_checks(target, result, judged=oracle is not None), *checks),
+        checks=(
+            *interpreter_checks(snapshot.python, target.python), *_place_checks(target, result, judged=oracle is not None), *merged.checks,
+            *checks,
+        ),
         uses=tuple(uses),
         oracle=oracle,
         overlay=overlay,
@@ -102,76 +104,6 @@ def chosen(distributions: Sequence[Distribution], names: Collection[str]) -> fro
 def travels(entry: FileEntry, packages: Collection[str]) -> bool:
     """Tell whether a file that nobody owns goes with the import packages `packages`: a hand-made addition inside one."""
     return entry.origin == UNOWNED and entry.path.partition("/")[0] in packages
-
-
-@dataclass(frozen=True, slots=True)
-class _Merged:
-    distributions: tuple[Distribution, ...]
-    files: tuple[FileEntry, ...]
-    replaced: Mapping[str, str]
-
-
-def _parts(distributions: Sequence[Distribution], files: Sequence[FileEntry]) -> list[Part]:
-    paths: dict[int, list[str]] = {}
-    for entry in files:
-        paths.setdefault(entry.owner, []).append(entry.path)
-    return [
-        Part(canonicalize_name(dist.name), f"{dist.name} {dist.shown_version}", frozenset(dist.packages), objects(paths.get(index, ())))
-        for index, dist in enumerate(distributions)
-    ]
-
-
-def _compose(snapshot: Manifest, target: Inventory, moved: frozenset[str], *, whole: bool) -> _Merged:
-    """Lay out the tree that would result, by the rules of `composition`; renumber the owners."""
-    incoming = [index for index, dist in enumerate(snapshot.distributions) if dist.name in moved]
-    rules = replacement(
-        _parts(snapshot.distributions, snapshot.files), _parts(target.distributions, target.files), incoming, whole
-    )
-    brought = [entry for entry in snapshot.files if rules.comes(entry.path, entry.owner)]
-    directories = _parents(brought)  # a file or link of the target stands where the snapshot brings a directory
-    kept = [entry for entry in target.files if entry.path not in directories and rules.stays(entry.path, entry.owner)]
-    staying = [index for index in range(len(target.distributions)) if index not in rules.gone]
-    files: dict[str, FileEntry] = {}
-    for entries, order, first in ((kept, staying, 0), (brought, incoming, len(staying))):
-        number = {-1: -1} | {old: first + new for new, old in enumerate(order)}
-        files.update((entry.path, _owned_by(entry, number[entry.owner])) for entry in entries)
-    return _Merged(
-        (*(target.distributions[index] for index in staying), *(snapshot.distributions[index] for index in incoming)),
-        tuple(sorted(_without_shadowed(files))),
-        {target.distributions[index].name: found.why for index, found in rules.gone.items()},
-    )
-
-
-def _owned_by(entry: FileEntry, owner: int) -> FileEntry:
-    # Not `_replace`, which takes five times as long, for each file of a tree.
-    return entry if entry.owner == owner else FileEntry(*entry[:-1], owner)
-
-
-def _parents(entries: Sequence[FileEntry]) -> set[str]:
-    """Return the directories that entries lie in, at any depth."""
-    out: set[str] = set()
-    for entry in entries:
-        at = entry.path.rpartition("/")[0]
-        while at and at not in out:
-            out.add(at)
-            at = at.rpartition("/")[0]
-    return out
-
-
-def _without_shadowed(files: Mapping[str, FileEntry]) -> list[FileEntry]:
-    """Drop entries that lie below a file or link of the same tree (a module that became a package, or the reverse)."""
-    shadows = {path for path in _parents(list(files.values())) if path in files}
-    return [entry for path, entry in files.items() if not _below(path, shadows)] if shadows else list(files.values())
-
-
-def _below(path: str, places: Collection[str]) -> bool:
-    """Tell whether one of `places` (a set) is a parent of `path`; the time depends on its depth, not on how many places there are."""
-    at = path.rfind("/")
-    while at > 0:
-        if path[:at] in places:
-            return True
-        at = path.rfind("/", 0, at)
-    return False
 
 
 def file_changes(before: Sequence[FileEntry], after: Sequence[FileEntry]) -> tuple[FileChange, ...]:

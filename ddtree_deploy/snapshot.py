@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ddtree_deploy.errors import SourceDrift
@@ -65,16 +66,25 @@ def select(found: Classified, only: Sequence[str]) -> Classified:
     """Keep the distributions named in `only` (all when empty), with the unowned files inside their packages."""
     if not only:
         return found
+    from ddtree_deploy.merging import held
     from ddtree_deploy.plan import chosen, travels
 
     names = chosen(found.distributions, only)
     keep = [index for index, dist in enumerate(found.distributions) if dist.name in names]
     renumber = {old: new for new, old in enumerate(keep)}
     within = {package for index in keep for package in found.distributions[index].packages}
-    files = tuple(
-        entry._replace(owner=renumber.get(entry.owner, -1)) for entry in found.files if entry.owner in renumber or travels(entry, within)
+    owned = held(found.files, found.distributions, lambda _path, owner: owner in renumber)
+    owners = {entry.path: renumber[entry.owner] for entry in owned}
+    files = [*(entry._replace(owner=owners[entry.path]) for entry in owned), *(entry for entry in found.files if travels(entry, within))]
+    distributions = [found.distributions[index] for index in keep]
+    return Classified(
+        tuple(
+            replace(dist, shares=tuple(path for path in dist.shares if owners.get(path, index) != index))
+            for index, dist in enumerate(distributions)
+        ),
+        tuple(sorted(files)),
+        found.findings,
     )
-    return Classified(tuple(found.distributions[index] for index in keep), files, found.findings)
 
 
 def _refuse_drift(host: Host, findings: Sequence[Finding], allow: bool) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree_deploy.abi.model import Dist, SharedObject, Site, Tree
-from ddtree_deploy.composition import Replacement, replacement
+from ddtree_deploy.composition import Replacement, below, parents, replacement
 
 SOURCE, TARGET = "source", "target"
 
@@ -43,20 +43,22 @@ def compose(source: Site, target: Site, moved: Collection[str], whole: bool = Fa
     part of the result: no generation can hold one.
     """
     mine, theirs = source.tree.dists, target.tree.dists
-    rules = replacement(
-        [dist.part for dist in mine],
-        [dist.part for dist in theirs],
-        [index for index, dist in enumerate(mine) if dist.key in moved],
-        whole,
-    )
+    rules = replacement(source.tree.parts, target.tree.parts, [index for index, dist in enumerate(mine) if dist.key in moved], whole)
+    brought = [
+        path for path, item in source.tree.objects.items()
+        if not item.raw.get("outside") and any(rules.comes(path, owner) for owner in source.tree.indexes(path))
+    ]  # fmt: skip
+    # What comes has the place where one tree has a file and the other a directory (of the source's strays only the ELF files are known).
+    coming_paths = set(brought).union(*(mine[index].owns for index in rules.moved))
+    directories = parents(coming_paths)
     objects: dict[str, SharedObject] = {}
     origin: dict[str, str] = {}
     for path, item in target.tree.objects.items():
-        if rules.stays(path, target.tree.index(path)) and not item.raw.get("outside"):
+        stays = any(rules.stays(path, owner) for owner in target.tree.indexes(path)) and not item.raw.get("outside")
+        if stays and path not in directories and not below(path, coming_paths):
             objects[path], origin[path] = item, TARGET
-    for path, item in source.tree.objects.items():
-        if rules.comes(path, source.tree.index(path)) and not item.raw.get("outside"):
-            objects[path], origin[path] = item.moved_to(f"{target.tree.root}/{path}"), SOURCE
+    for path in brought:
+        objects[path], origin[path] = source.tree.objects[path].moved_to(f"{target.tree.root}/{path}"), SOURCE
     coming = tuple(mine[index] for index in sorted(rules.moved))
     removed = tuple(Removal(theirs[index], found.why, found.by) for index, found in sorted(rules.gone.items()))
     kept = tuple(dist for index, dist in enumerate(theirs) if index not in rules.gone)

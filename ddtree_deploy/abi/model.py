@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -153,10 +153,9 @@ class Dist:
         """Paths in its RECORD that are there, relative to site-packages."""
         return frozenset(unpack(self.raw.get("owns")))
 
-    @cached_property
-    def part(self) -> Part:
-        """What the rules of replacement look at."""
-        return Part(self.key, self.shown, frozenset(import_packages(sorted(self.owns))), objects(self.owns))
+    def part(self, taken: Set[str]) -> Part:
+        """Return what the rules of replacement look at; what is `taken` belongs to one before it."""
+        return Part(self.key, self.shown, frozenset(import_packages(sorted(self.owns - taken))), objects(self.owns))
 
     def sample(self, kind: str) -> tuple[int, tuple[str, ...]]:
         """Return the number of files and examples for `missing` or `resized`."""
@@ -187,9 +186,19 @@ class Tree:
         found = self.owners.get(path)
         return found[0] if found else None
 
-    def index(self, path: str) -> int:
-        """Return the position in `dists` of the first owner of an ELF path, -1 for nobody."""
-        return self._positions[self.owners[path][0]] if path in self.owners else -1
+    def indexes(self, path: str) -> tuple[int, ...]:
+        """Return the positions in `dists` of the owners of an ELF path; (-1,) for nobody."""
+        return tuple(self._positions[dist] for dist in self.owners[path]) if path in self.owners else (-1,)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Its distributions as the rules of replacement see them."""
+        taken: set[str] = set()
+        out = []
+        for dist in self.dists:
+            out.append(dist.part(taken))
+            taken |= dist.owns
+        return tuple(out)
 
     @cached_property
     def _positions(self) -> Mapping[Dist, int]:

@@ -249,8 +249,9 @@ def links_out(tree: Tree, counts: Callable[[str, int], bool]) -> Iterator[tuple[
     """
     groups: dict[int | str, list[tuple[str, str]]] = {}
     for path, target, *resolves in tree.raw.get("outside_links") or ():
-        owner = next((index for index, dist in enumerate(tree.dists) if path in dist.owns), -1)
-        if all(resolves) and counts(path, owner):
+        owners = [index for index, dist in enumerate(tree.dists) if path in dist.owns] or [-1]
+        owner = next((index for index in owners if counts(path, index)), None)
+        if all(resolves) and owner is not None:
             groups.setdefault(owner if owner >= 0 else path, []).append((path, target))
     for who, found in sorted(groups.items(), key=lambda group: group[1]):
         path, target = found[0]

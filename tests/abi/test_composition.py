@@ -18,23 +18,33 @@ NAMES = ("torch", "sgl-kernel", "sglang-kernel", "nvidia-cudnn-cu12", "nvidia-cu
 PATHS = (
     "torch/__init__.py", "torch/lib/libc10.so", "sgl_kernel/__init__.py", "sgl_kernel/ops.abi3.so", "own/__init__.py", "own/ops.so",
     "nvidia/cudnn/lib/libcudnn.so.9", "nvidia/nccl/lib/libnccl.so.2", "nvidia/__init__.py", "lib/mscclpp.so", "single.so",
+    "single.so/inner.so", "own/ops.so/deep/inner.so",
 )  # fmt: skip
 
-# A tree: {path: its owner's name, or empty for nobody}, over some distributions.
-TREES = st.lists(st.sampled_from(NAMES), unique=True, max_size=4).flatmap(
-    lambda names: st.tuples(st.just(tuple(names)), st.dictionaries(st.sampled_from(PATHS), st.sampled_from(["", *names])))
-)
-Made = tuple[tuple[str, ...], dict[str, str]]
+# A tree: {path: its owners' names, the first first, or nobody}, over some distributions. No path is a file and a directory.
+Made = tuple[tuple[str, ...], dict[str, tuple[str, ...]]]
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Made:
+    names = tuple(draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=4)))
+    owners = st.lists(st.sampled_from(names), unique=True, max_size=2) if names else st.just([])
+    files = draw(st.dictionaries(st.sampled_from(PATHS), owners))
+    whole = {path: found for path, found in files.items() if not any(other.startswith(f"{path}/") for other in files)}
+    return names, {path: tuple(sorted(found, key=names.index)) for path, found in whole.items()}
 
 
 def manifest_parts(tree: Made) -> tuple[tuple[Distribution, ...], tuple[FileEntry, ...]]:
     """Describe a tree as a snapshot does."""
     names, files = tree
-    owned = {name: sorted(path for path, owner in files.items() if owner == name) for name in names}
-    dists = tuple(Distribution(name, "1", f"{name}.dist-info", packages=import_packages(owned[name])) for name in names)
+    owned = {name: sorted(path for path, owners in files.items() if owners[:1] == (name,)) for name in names}
+    shared = {name: tuple(sorted(path for path, owners in files.items() if name in owners[1:])) for name in names}
+    dists = tuple(
+        Distribution(name, "1", f"{name}.dist-info", packages=import_packages(owned[name]), shares=shared[name]) for name in names
+    )
     entries = (
-        FileEntry(path, "f", 0o644, 1, f"{path} {owner}", "stock" if owner else "unowned", names.index(owner) if owner else -1)
-        for path, owner in files.items()
+        FileEntry(path, "f", 0o644, 1, f"{path} {owners}", "stock" if owners else "unowned", names.index(owners[0]) if owners else -1)
+        for path, owners in files.items()
     )
     return dists, tuple(sorted(entries))
 
@@ -42,12 +52,12 @@ def manifest_parts(tree: Made) -> tuple[tuple[Distribution, ...], tuple[FileEntr
 def facts(tree: Made) -> dict[str, Any]:
     """Describe it as the agent's ABI facts do."""
     names, files = tree
-    dists = [{"name": name, "version": "1", "owns": [path for path, owner in files.items() if owner == name]} for name in names]
+    dists = [{"name": name, "version": "1", "owns": [path for path, owners in files.items() if name in owners]} for name in names]
     return {"tree": {"files": {path: {} for path in files if ".so" in path}, "dists": dists}}
 
 
 @settings(max_examples=300, deadline=None)
-@given(source=TREES, target=TREES, data=st.data())
+@given(source=trees(), target=trees(), data=st.data())
 def test_the_oracle_judges_the_tree_that_the_plan_makes(source: Made, target: Made, data: st.DataObject) -> None:
     whole = data.draw(st.booleans()) or not source[0]
     moved = source[0] if whole else tuple(data.draw(st.lists(st.sampled_from(source[0]), unique=True, min_size=1)))
@@ -61,8 +71,8 @@ def test_the_oracle_judges_the_tree_that_the_plan_makes(source: Made, target: Ma
     assert {entry.path for entry in plan.result.files if ".so" in entry.path} == set(judged.result.tree.objects)
     assert sorted(dist.name for dist in plan.result.distributions) == sorted(dist.name for dist in judged.result.tree.dists)
     for path, origin in judged.origin.items():
-        owner = (source if origin == "source" else target)[1][path]
-        assert next(e.digest for e in plan.result.files if e.path == path) == f"{path} {owner}"
+        owners = (source if origin == "source" else target)[1][path]
+        assert next(e.digest for e in plan.result.files if e.path == path) == f"{path} {owners}"
 
 
 def test_what_makes_a_distribution_go() -> None:

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from ddtree_deploy.events import Event, Note, Progress, Step
 from ddtree_deploy.models import PATCHED, STOCK, UNOWNED
 from ddtree_deploy.snapshot import take
 from ddtree_deploy.store import Store
+from ddtree_deploy.transfer import push
 from tests.faults.harness import outcome
 from tests.fixtures.venvs import Dist, contents, install, make_venv, package, site
-from tests.fixtures.world import local
+from tests.fixtures.world import QUICK, local, yes
 
 
 @pytest.fixture
@@ -162,6 +164,21 @@ def test_a_namespace_package_and_a_shared_path_are_told_truly(venv: Path, store:
     owners = {e.path: manifest.distributions[e.owner].name for e in manifest.files if e.owner >= 0}
     assert owners["google/a.py"] == "ns-a" and owners["google/b.py"] == "ns-b" and owners["google/shared.py"] in ("ns-a", "ns-b")
     assert [f.kind for f in manifest.findings] == ["two-owners"]
+    assert [d.shares for d in manifest.distributions if d.name == "ns-b"] == [("google/shared.py",)]
+
+
+def test_a_shared_file_travels_with_either_owner_and_stays_for_the_other(venv: Path, store: Store, tmp_path: Path) -> None:
+    install(venv, Dist("ns-a", "1.0", {"google/a.py": "a = 1\n", "google/shared.py": "s = 1\n"}))
+    install(venv, Dist("ns-b", "1.0", {"google/b.py": "b = 1\n", "google/shared.py": "s = 1\n"}))
+    both = take(local(venv), store, probe=False).ref.id
+    target = make_venv(tmp_path / "target", package("keep", "1.0", modules=1))
+    push(local(target), store, both, replace(QUICK, only=("ns-b",)), approve=yes)
+    assert "google/shared.py" in contents(site(target)) and "google/a.py" not in contents(site(target))
+    push(local(target), store, both, replace(QUICK, only=("ns-a",)), approve=yes)
+    newer = make_venv(tmp_path / "newer", Dist("ns-a", "2.0", {"google/a2.py": ""}))
+    push(local(target), store, take(local(newer), store, probe=False).ref.id, replace(QUICK, only=("ns-a",)), approve=yes)
+    left = {path for path in contents(site(target)) if path.startswith("google/")}
+    assert left == {"google/a2.py", "google/b.py", "google/shared.py"}
 
 
 def test_a_second_snapshot_of_an_unchanged_source_reads_and_stores_nothing(venv: Path, store: Store) -> None:
