@@ -69,7 +69,26 @@ def test_every_error_has_a_kind_of_its_own_a_mend_and_a_documented_code() -> Non
     assert all(mend and not mend.endswith(".") for _name, _kind, mend, _code in rows)
 
 
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROOMS = "docs|scripts|tests|ddtree_deploy|ddtree|sglang_overlay|benchmarks|integrations"
+
+
 def test_paths_that_the_documents_name_are_there() -> None:
-    for page in ("README.md", "docs/architecture.md"):
-        for path in re.findall(r"`((?:docs|scripts|tests|ddtree_deploy)/[\w./]*)`", (ROOT / page).read_text("utf-8")):
-            assert (ROOT / path).exists(), f"{page} names {path}"
+    named = [(page, path) for page in PAGES for path in re.findall(rf"`((?:{ROOMS})/[\w./]*)`", page.read_text("utf-8"))]
+    assert named
+    for page, path in named:
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+def test_links_lead_to_pages_and_to_headings_that_are_there() -> None:
+    def heading(line: str) -> str:
+        return re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-")
+
+    links = [(page, link) for page in PAGES for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")) if ":" not in link]
+    assert links
+    for page, link in links:
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        headings = [heading(line) for line in re.findall(r"^#+ (.*)$", target.read_text("utf-8"), re.MULTILINE)] if anchor else []
+        assert not anchor or anchor in headings, f"{page.name} links to {link}"
