@@ -135,20 +135,20 @@ def rollback(
             emit(Note(host.name, begun["recovered"], "warn"))
             plan = _rollback_plan(session, generation)
         session.ask("choose", generation=plan.generation)
-        modules = _modules(session) if verify else []
         probing: dict[str, Any] = {"user": host.service_user, "env": dict(host.service_env), "timeout": probe_timeout}
         emit(Step(host.name, f"switch to generation {plan.generation}"))
-        done = session.ask("switch", deadline=confirm_timeout + probe_timeout * len(modules)).fields
+        done = session.ask("switch", deadline=confirm_timeout + probe_timeout * len(ROOTS if verify else ())).fields
+        modules = _modules(session) if verify else []  # of the tree that is live now
         rows = session.ask("probe-live", modules, patience=3600.0, confirm_timeout=confirm_timeout, **probing).value
         proofs = Proofs(where="live", imports=tuple(import_proof(row) for row in rows))
         if not proofs.ok:
             from ddtree_deploy.push.steps import failed_lines
 
             # The generation we came from may be just as broken; then the user's choice stands.
-            lines = "; ".join(failed_lines(proofs)[:3])
+            lines = "; ".join([line for line in failed_lines(proofs) if not line.startswith(" ")][:3])
             emit(Note(host.name, f"a package does not import in the restored generation either: {lines}", "warn"))
     confirm(host, done["tx"], done["generation"], done["previous"], confirm_timeout, emit)
-    return RolledBack(host.name, done["generation"], done["previous"], (proofs,) if verify else ())
+    return RolledBack(host.name, done["generation"], done["previous"], (proofs,) if modules else ())
 
 
 def _rollback_plan(session: Session, generation: int | None) -> RollbackPlan:

@@ -64,9 +64,11 @@ def of_directory(site: Path, version: str) -> Tree:
     if raw is None:
         mend = "give the site-packages directory that sglang was installed into"
         raise UsageProblem(f"`{site}` has no RECORD of sglang {version}", mend=mend)
-    found = (path for path in (site / "sglang").rglob("*") if path.is_file())
-    files = {path.relative_to(site).as_posix(): sha256(path.read_bytes()) for path in found if "__pycache__" not in path.parts}
-    return Tree(str(site), version, parse_record(raw), files, read)
+    record = parse_record(raw)
+    # Its own package whole, for what somebody added there; besides, what its RECORD has elsewhere (a wheel may bring `tools/`).
+    found = {path for path in (site / "sglang").rglob("*") if "__pycache__" not in path.parts} | {site / path for path in record}
+    files = {path.relative_to(site).as_posix(): sha256(path.read_bytes()) for path in found if path.is_file()}
+    return Tree(str(site), version, record, files, read)
 
 
 def of_wheel(wheel: Path) -> Read:

@@ -76,7 +76,7 @@ def test_the_four_commands_of_the_readme(source: Path, target: Path, snapshot: s
     proved = run("verify", "local", "--venv", str(target), "--json")
     assert proved.code == 0 and [line["type"] for line in proved.lines if line["type"] != "step"][-1] == "result"
     back = run("rollback", "local", "--venv", str(target), "-y")
-    assert (back.code, back.out) == (0, "local: generation 0 active (was 1), verified\n")
+    assert (back.code, back.out) == (0, "local: generation 0 active (was 1)\n")
     assert contents(site(target)) == before
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from ddtree_deploy.errors import UsageProblem
-from ddtree_deploy.generations import generations, prune_generations
+from ddtree_deploy.events import Event, Note
+from ddtree_deploy.generations import generations, prune_generations, rollback
+from ddtree_deploy.models import RolledBack
 from tests.faults.harness import check_generations, ledger, litter, live_generation, outcome, rest
-from tests.fixtures.venvs import contents, make_venv, package, site
-from tests.fixtures.world import World, make_world
+from tests.fixtures.venvs import contents, install, make_venv, package, site
+from tests.fixtures.world import World, make_world, yes
 
 pytestmark = pytest.mark.faults
 
@@ -102,3 +104,19 @@ def test_an_ordinary_venv_has_nothing_to_go_back_to(tmp_path: Path) -> None:
     _done, error = outcome(lone.rollback)
     assert isinstance(error, UsageProblem) and "push to it first" in error.mend
     assert not os.path.exists(venv / ".ddtree")
+
+
+def test_what_is_imported_is_what_the_restored_generation_has(tmp_path: Path) -> None:
+    """sglang came with generation 1: its absence from 0 is no failure, its presence in 1 is proved, and no proof is not called one."""
+    world = make_world(tmp_path / "world")
+    install(world.source, package("sglang", "0.5.11"))
+    world.push(world.take().ref.id)
+    told: list[Event] = []
+
+    def back(number: int) -> RolledBack:
+        return rollback(world.host(), number, approve=yes, confirm_timeout=60.0, emit=told.append)
+
+    assert back(0).proofs == ()
+    (proofs,) = back(1).proofs
+    assert [(proof.module, proof.ok) for proof in proofs.imports or ()] == [("sglang", True)]
+    assert not [event for event in told if isinstance(event, Note) and event.level == "warn"]

@@ -13,7 +13,7 @@ import pytest
 from ddtree_deploy import overlay
 from ddtree_deploy.errors import Incompatible, IntegrityFailure, UsageProblem
 from ddtree_deploy.models import PATCHED, STOCK, UNOWNED, Distribution, FileEntry, ImportProof
-from ddtree_deploy.patches import Patch, Tree, of_wheel, parse_record, patches
+from ddtree_deploy.patches import Patch, Tree, of_directory, of_wheel, parse_record, patches
 from sglang_overlay.edits.v0_5_11 import NEW_FILE
 from sglang_overlay.manifest import pinned
 from tests.cli.conftest import run
@@ -161,3 +161,16 @@ def test_the_commands_that_need_no_sglang() -> None:
 def test_a_damaged_record_is_said_to_be_one(raw: bytes) -> None:
     with pytest.raises(UsageProblem, match="a RECORD is damaged"):
         parse_record(raw)
+
+
+def test_what_the_wheel_brought_beside_its_package_is_not_missing(tmp_path: Path) -> None:
+    files = {"sglang/a.py": b"a = 1\n", "tools/tag.py": b"tag = 1\n"}
+    for path, data in files.items():
+        (tmp_path / path).parent.mkdir()
+        (tmp_path / path).write_bytes(data)
+    digests = {path: base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode() for path, data in files.items()}
+    (tmp_path / "sglang-0.5.11.dist-info").mkdir()
+    (tmp_path / "sglang-0.5.11.dist-info/RECORD").write_text("".join(f"{path},sha256={digest},7\n" for path, digest in digests.items()))
+    assert list(patches(of_directory(tmp_path, "0.5.11"), [])) == []
+    (tmp_path / "tools/tag.py").write_bytes(b"tag = 2\n")
+    assert [(patch.sign, patch.path) for patch in patches(of_directory(tmp_path, "0.5.11"), [])] == [("~", "tools/tag.py")]
