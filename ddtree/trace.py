@@ -49,12 +49,8 @@ class Round:
         return cls(texts, tree.parents, tree.scores, walk.path, bonus, prompt)
 
     @classmethod
-    def from_json(cls, text: str) -> Round:
-        """Read what `to_json` wrote. Raises ValueError for anything else."""
-        return cls._from_object(json.loads(text))
-
-    @classmethod
-    def _from_object(cls, data: object) -> Round:
+    def parse(cls, data: object) -> Round:
+        """Read what `to_json` wrote, out of its JSON. Raises ValueError for anything else."""
         if not isinstance(data, dict) or not {"texts", "parents", "scores", "path", "bonus"} <= data.keys():
             raise ValueError("not a round: needs texts, parents, scores, path and bonus")
         lists = {name: tuple(data[name]) for name in ("texts", "parents", "scores", "path")}
@@ -183,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         data = json.loads(options.file.read_text())
-        picked = Round._from_object(data[options.round] if isinstance(data, list) else data)
+        picked = Round.parse(data[options.round] if isinstance(data, list) else data)
     except (OSError, ValueError, IndexError) as error:
         print(f"error: cannot draw `{options.file}`: {error}", file=sys.stderr)
         return 2

@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("command", choices=["list", "check", "build", "apply", "revert", "diff", "contract", "pin"])
     parser.add_argument("--site", type=Path, help="the directory that holds the `sglang` package")
     parser.add_argument("--version", help="the SGLang version, where the site does not say it")
-    parser.add_argument("--stock", type=Path, help="diff: a site with the stock files; build: see --out")
+    parser.add_argument("--stock", type=Path, help="diff: a site with the stock files")
     parser.add_argument("--out", type=Path, help="build: where to write the files")
     options = parser.parse_args(argv)
     try:

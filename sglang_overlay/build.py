@@ -75,7 +75,7 @@ class Check:
     @property
     def foreign(self) -> tuple[str, ...]:
         """Name the files that are neither stock nor ours."""
-        wrong = {State.OTHER} | {State.MISSING}
+        wrong = {State.OTHER, State.MISSING}
         return tuple(f.path for f in self.files if f.state in wrong and not (f.path == v0_5_11.NEW_FILE and f.found is None))
 
 
@@ -185,7 +185,7 @@ def recognise(version: str, digests: Mapping[str, str]) -> Check:
 
     Raises UnknownVersion for a version without edited files.
     """
-    return classify(overlay_pins(version), {path: digests.get(path) for path in overlay_pins(version).built})
+    return classify(overlay_pins(version), digests)
 
 
 def describe(state: Check) -> str:

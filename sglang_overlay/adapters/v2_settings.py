@@ -100,6 +100,7 @@ def resolve(args: Any, architectures: Sequence[str], drafter_block: int | None) 
 
 
 def number(variable: str, default: int) -> int:
+    """Return a whole number from the environment, or the default. Raises ValueError naming the variable."""
     text = os.environ.get(variable)
     try:
         return int(text) if text else int(default)
