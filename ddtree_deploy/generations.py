@@ -38,9 +38,15 @@ def _who() -> str:
     return f"{getpass.getuser()}@{platform.node()}"
 
 
+def _session(host: Host, writable: bool, emit: Emit) -> Session:
+    """Begin to talk to a host, and say so: one that does not answer takes its time."""
+    emit(Step(host.name, "connect"))
+    return Session(host, writable=writable, emit=emit)
+
+
 def status(host: Host, emit: Emit = ignore) -> Status:
     """Return what is live on a host, what was changed by hand since it went live, and the servers that were launched from it."""
-    with Session(host, writable=False, emit=emit) as session:
+    with _session(host, False, emit) as session:
         seen = _look(session)
         fields = seen.fields
         if not fields["inspect"].get("exists"):
@@ -84,7 +90,7 @@ def _since(ledger: list[Mapping[str, Any]], live: int | None) -> str:
 
 def generations(host: Host, emit: Emit = ignore) -> list[GenerationInfo]:
     """Return the generations of a host, newest first."""
-    with Session(host, writable=False, emit=emit) as session:
+    with _session(host, False, emit) as session:
         seen = _look(session)
         if seen.value is None:
             return []
@@ -123,7 +129,7 @@ def rollback(
 
     Raises UsageProblem naming what is there, RevertedAfterFailure when its import probe failed and the old state was kept.
     """
-    with Session(host, writable=not dry_run, emit=emit) as session:
+    with _session(host, not dry_run, emit) as session:
         plan = _rollback_plan(session, generation)
         if dry_run:
             return RolledBack(host.name, plan.generation, plan.previous)
@@ -190,16 +196,16 @@ def _modules(session: Session) -> list[str]:
 def prune_generations(host: Host, keep: int, dry_run: bool = False, emit: Emit = ignore) -> list[int]:
     """Drop generations that are not live, not the one before, not in use, and beyond the newest `keep`; return their numbers."""
     if dry_run:
-        with Session(host, writable=False, emit=emit) as session:
+        with _session(host, False, emit) as session:
             return list(session.ask("prunable", venv=host.venv, keep=keep).fields["generations"])
-    with Session(host, writable=True, emit=emit) as session:
+    with _session(host, True, emit) as session:
         session.ask("begin", venv=host.venv, who=_who(), what="prune")
         return list(session.ask("prune", keep=keep).fields["removed"])
 
 
 def release(host: Host, dry_run: bool = False, emit: Emit = ignore) -> int:
     """Turn a venv back into an ordinary one that holds the live generation; return its number."""
-    with Session(host, writable=not dry_run, emit=emit) as session:
+    with _session(host, not dry_run, emit) as session:
         live = _look(session).fields.get("generation")
         if live is None:
             raise UsageProblem(f"`{host.name}` is an ordinary venv already")
@@ -211,14 +217,14 @@ def release(host: Host, dry_run: bool = False, emit: Emit = ignore) -> int:
 
 def lock_status(host: Host, emit: Emit = ignore) -> Mapping[str, Any] | None:
     """Return who holds a host's lock, or None."""
-    with Session(host, writable=False, emit=emit) as session:
+    with _session(host, False, emit) as session:
         held: Mapping[str, Any] | None = _look(session, 0).fields.get("lock")
         return held
 
 
 def audit(host: Host, limit: int = 200, emit: Emit = ignore) -> list[dict[str, Any]]:
     """Return the newest lines of a host's ledger, oldest first."""
-    with Session(host, writable=False, emit=emit) as session:
+    with _session(host, False, emit) as session:
         value = _look(session, limit).value
         return list(value["ledger"]) if value else []
 

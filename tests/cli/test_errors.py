@@ -201,5 +201,6 @@ def test_a_hint_names_this_command_and_this_host(tmp_path: Path) -> None:
     (tmp_path / "ddtree.toml").write_text('ssh_config = "ssh_config"\n[hosts.gone]\nvenv = "/x"\n')
     unreachable = run("status", "gone", cwd=tmp_path)
     assert unreachable.code == 10 and "try `ssh gone true`" in unreachable.err
+    assert "gone: connect" in on_a_terminal("status", "gone", cwd=tmp_path)[1]  # while it does not answer
     relative = run("generations", "prune", "gone", "--venv", "x", cwd=tmp_path)
     assert relative.code == 2 and "hint: see `ddtree-deploy generations prune --help`" in relative.err
