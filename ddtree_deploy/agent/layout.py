@@ -224,7 +224,7 @@ def locate(venv: str) -> Layout:
     """Return the Layout of a venv; raise Failure when the directory is not a venv."""
     venv = os.path.abspath(os.path.expanduser(venv))
     if not os.path.isdir(venv):
-        mend = "give another with `--venv PATH`, or `push --create` to make it"
+        mend = "give another with `--venv PATH`; `push --create` makes one"
         raise Failure("usage", "there is no venv `%s` on the host" % venv, mend)
     if not os.path.exists(os.path.join(venv, "pyvenv.cfg")):
         mend = "give the venv's top directory with `--venv PATH`"

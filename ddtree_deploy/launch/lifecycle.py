@@ -108,8 +108,9 @@ def refuse(prepared: Prepared) -> None:
     if not blocks:
         return
     kind: type[DeployError] = TargetBusy if all(check.id in ("port", "orphan", "memory") for check in blocks) else Incompatible
-    causes = tuple(line for check in blocks for line in (f"{check.id}: {check.text}", *(f"  {one}" for one in check.evidence)))
-    raise kind(f"cannot launch on `{prepared.host.name}`: {blocks[0].text}", mend=blocks[0].mend, causes=causes if len(causes) > 1 else ())
+    first, *others = blocks
+    rest = (line for check in others for line in (f"{check.id}: {check.text}", *(f"  {one}" for one in check.evidence)))
+    raise kind(f"cannot launch on `{prepared.host.name}`: {first.text}", mend=first.mend, causes=(*first.evidence, *rest))
 
 
 def _wish(prepared: Prepared, options: Options) -> dict[str, Any]:

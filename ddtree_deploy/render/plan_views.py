@@ -52,7 +52,7 @@ def package_row(change: PackageChange) -> tuple[str, ...]:
         after or "—",
         str(change.files) if change.files else "",
         size(change.bytes) if change.bytes else "",
-        change.why,
+        change.why.split(" <- ")[-1],  # the oracle begins with the name, which the row has
     )
 
 
