@@ -53,6 +53,7 @@ class Account:
             self.group.rmdir()
 
     def seconds(self) -> float:
+        """Return the CPU seconds so far."""
         return int((self.group / "cpu.stat").read_text().split()[1]) / 1e6
 
 

@@ -194,6 +194,7 @@ def measure(setup: str, body: str, n: int, here: Path) -> tuple[float, float]:
 
 
 def table(title: str, steps: dict[str, tuple[str, str]], sizes: list[int], here: Path) -> None:
+    """Measure each step at each size and print a row."""
     print(f"\n| {title} | " + " | ".join(f"{n} | MiB" for n in sizes) + " | growth of CPU / of input | of memory / of input |")
     print("|---" * (2 * len(sizes) + 3) + "|", flush=True)
     for name, (setup, body) in steps.items():

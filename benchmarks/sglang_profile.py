@@ -63,6 +63,7 @@ def summarise(events: Iterable[Mapping[str, Any]]) -> Profile:
 
 
 def show(profile: Profile, steps: int, most: int) -> None:
+    """Print what a round costs, and the longest parts."""
     ours = sum(part.micros for part in profile.parts if part.kind == "kernel" and part.name in OURS)
     print(f"a round: {profile.span / steps:.0f} us, GPU busy {profile.busy / steps:.0f}, idle {(profile.span - profile.busy) / steps:.0f}")
     print(f"our kernels: {ours / steps:.1f} us a round\n")

@@ -20,6 +20,7 @@ COMMON = ["--host", "127.0.0.1", "--grammar-backend", "none", "--mem-fraction-st
 
 
 def log(*words: object) -> None:
+    """Print with the seconds since the start."""
     print(f"[{time.monotonic() - START:6.1f}]", *words, flush=True)
 
 
@@ -40,6 +41,7 @@ class Server:
         return str(self.case["name"])
 
     def start(self) -> None:
+        """Start the process, in a session of its own."""
         env = {**os.environ, **self.case.get("env", {})}
         if "pythonpath" in self.case:
             env["PYTHONPATH"] = f"{self.case['pythonpath']}:{env.get('PYTHONPATH', '')}"
@@ -67,6 +69,7 @@ class Server:
         return self.up_after is not None or self.failure is not None
 
     def stop(self) -> None:
+        """Kill the process and all that it started."""
         with contextlib.suppress(ProcessLookupError):
             if self.process is not None:
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -68,6 +68,7 @@ def choice(outcome: Mapping[str, Any]) -> str:
 
 
 def show(result: Mapping[str, Any]) -> None:
+    """Print the table and the choice of every `bench` step."""
     for step in result["steps"]:
         if step["do"] == "bench":
             print("| at a time | server | tokens/s | x plain | x dflash | acceptance | ITL p50 ms | p99 |")

@@ -31,6 +31,8 @@ FIVE = ("spec_info.py", "dflash_info.py", "dflash_worker.py", "ddtree_utils.py",
 
 
 class Bench:
+    """The source, the link, and every way to bring the one over the other."""
+
     def __init__(self, account: Account, source: Path, mbit: int | None, cipher: str, ram: bool, home: Path) -> None:
         self.account = account
         self.site = next((source / "lib").glob("python3.*")) / "site-packages"
@@ -42,6 +44,7 @@ class Bench:
 
     @contextmanager
     def lab(self) -> Iterator[Lab]:
+        """Make a fresh target with an empty venv behind the shaped link."""
         with two_hosts("ct200", ram=self.ram) as lab:
             target = lab["ct200"]
             target.run([sys.executable, "-m", "venv", "--without-pip", "/srv/venv"])
@@ -65,6 +68,7 @@ class Bench:
         return [*DDTREE, "push", "ct200", "--venv", "/srv/venv", "-y", "--json"]
 
     def first(self) -> dict[str, Callable[[Lab], list[str] | str]]:
+        """Return the ways of a first copy by name."""
         return {
             "scp -r": lambda lab: f"scp -O -q -r -F {lab.ssh_config} {self.site} ct200:/srv/copy/",
             "rsync -a": lambda lab: f"rsync -a -e '{self.ssh(lab)}' {self.site}/ ct200:/srv/copy/",
@@ -73,6 +77,7 @@ class Bench:
         }
 
     def run_first(self, only: set[str]) -> dict[str, Cost]:
+        """Copy once by each way, each onto a machine of its own."""
         out = {}
         for name, command in self.first().items():
             if only and name not in only:
@@ -129,6 +134,7 @@ class Bench:
 
 
 def snapshot(venv: Path, env: dict[str, str]) -> None:
+    """Take a snapshot of a venv of this machine."""
     subprocess.run(
         [*DDTREE, "snapshot", "local", "--venv", str(venv), "-q", "--no-probe"],
         env={**os.environ, **env},

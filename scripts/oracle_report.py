@@ -22,14 +22,17 @@ class Cell:
 
     @property
     def predicted(self) -> bool:
+        """Say whether the oracle lets every file load."""
         return all(row[0] for row in self.files.values())
 
     @property
     def real(self) -> bool:
+        """Say whether every file loaded."""
         return all(row[1] for row in self.files.values())
 
     @property
     def wrong(self) -> list[str]:
+        """Name the files on which the two differ."""
         return [path for path, row in self.files.items() if row[0] != row[1]]
 
 

@@ -46,6 +46,7 @@ class Story:
         return done.returncode, done.stdout
 
     def expect(self, what: str, *, holds: bool) -> None:
+        """Say whether a claim holds, and remember when it does not."""
         self.wrong += not holds
         print(f"{'as it should be' if holds else 'WRONG'}: {what}", flush=True)
 

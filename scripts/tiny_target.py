@@ -12,6 +12,8 @@ from ddtree.server.drafter import DrafterConfig, Layer, RMSNorm, Rotary
 
 
 class Body(nn.Module):
+    """The part that transformers calls `model`: embedding, layers, norm."""
+
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)

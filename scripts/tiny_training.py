@@ -14,10 +14,12 @@ WORKING = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
 def log(*words: object) -> None:
+    """Print with the seconds since the start."""
     print(f"[{time.time() - START:6.1f}]", *words, flush=True)
 
 
 def autocast() -> torch.autocast:
+    """Return the context of a forward pass: bf16 on a GPU, fp32 on a CPU."""
     return torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=DEVICE == "cuda")
 
 

@@ -58,6 +58,7 @@ SIZES = {
 
 
 def save(out: Path, weights: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Write a checkpoint directory, weights in bf16."""
     out.mkdir(parents=True, exist_ok=True)
     bf16 = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in weights.items()}
     save_file(bf16, str(out / "model.safetensors"), metadata={"format": "pt"})
@@ -117,10 +118,12 @@ class Setting:
 
     @property
     def config(self) -> DrafterConfig:
+        """Return the drafter's config, which tells the target's shape as well."""
         return DrafterConfig.parse(self.configs[1])
 
 
 def setting(args: argparse.Namespace) -> Setting:
+    """Seed, and load what `prepare` wrote."""
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     tensors = torch.load(args.data / "tokens.pt")
@@ -145,6 +148,7 @@ def trained_target(at: Setting) -> Target:
 
 
 def train_target(at: Setting, args: argparse.Namespace) -> None:
+    """Train on the token stream and write OUT/target with its tokenizer."""
     target = Target(at.config).to(DEVICE)
 
     def next_token_loss(x: Tensor) -> Tensor:
@@ -173,6 +177,7 @@ def train_target(at: Setting, args: argparse.Namespace) -> None:
 
 
 def write(at: Setting, args: argparse.Namespace) -> None:
+    """Let the target write the lessons, and greedy ones to held-out prompts, into OUT/written.pt."""
     target = trained_target(at)
     few = max(args.rows // 8, 8)
     greedy = torch.zeros(few, device=DEVICE)
@@ -186,6 +191,7 @@ def write(at: Setting, args: argparse.Namespace) -> None:
 
 
 def train_drafter(at: Setting, args: argparse.Namespace) -> None:
+    """Train on the lessons and write OUT/drafter at each report."""
     target = trained_target(at)
     lessons = {k: v.to(DEVICE).long() for k, v in torch.load(at.out / "written.pt").items()}
     features = {name: features_of(target, ids) for name, ids in lessons.items()}

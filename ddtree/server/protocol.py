@@ -21,20 +21,27 @@ MAX_STOPS = 16
 
 
 class TextPart(BaseModel):
+    """A piece of a message; text is the only kind that is taken."""
+
     type: Literal["text"]
     text: str
 
 
 class Message(BaseModel):
+    """One turn of a chat."""
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart] | None = None
 
     def text(self) -> str:
+        """Return the text of all parts."""
         content = self.content or ""
         return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class StreamOptions(BaseModel):
+    """What a stream carries besides its pieces."""
+
     include_usage: bool = False
 
 
@@ -46,7 +53,7 @@ class Common(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def null_is_absent(cls, raw: Any) -> Any:
-        """Clients may spell a default as null."""
+        """Drop what is null: clients may spell a default so."""
         return {name: value for name, value in raw.items() if value is not None} if isinstance(raw, dict) else raw
 
     model: str | None = None
@@ -63,10 +70,13 @@ class Common(BaseModel):
     ignore_eos: bool = False
 
     def limit(self) -> int | None:
+        """Return how many new tokens are asked for, None for the default."""
         return self.max_tokens
 
 
 class ChatRequest(Common):
+    """The body of `POST /v1/chat/completions`."""
+
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
 
@@ -75,6 +85,8 @@ class ChatRequest(Common):
 
 
 class CompletionRequest(Common):
+    """The body of `POST /v1/completions`."""
+
     prompt: str | list[StrictInt] | list[str]
     echo: bool = False
 

@@ -50,6 +50,7 @@ class Job:
         return self._cancelled.is_set()
 
     def deliver(self, piece: Piece) -> None:
+        """Hand a piece to the listener; a job whose listener is gone is cancelled."""
         try:
             self._on_piece(piece)
         except RuntimeError:  # the listener's event loop is gone
