@@ -8,7 +8,8 @@ import torch
 from tiny_training import WORKING
 from torch import Tensor, nn
 
-from ddtree.server.drafter import DrafterConfig, Layer, RMSNorm, Rotary
+from ddtree.server.drafter import Layer, RMSNorm, Rotary
+from ddtree.server.drafter_config import DrafterConfig
 
 
 class Body(nn.Module):

@@ -33,7 +33,8 @@ from tiny_target import Target
 from tiny_tokens import Stream, prepare
 from tiny_training import DEVICE, WORKING, autocast, log, run_for
 
-from ddtree.server.drafter import Drafter, DrafterConfig
+from ddtree.server.drafter import Drafter
+from ddtree.server.drafter_config import DrafterConfig
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ddtree.server import tiny
-from ddtree.server.drafter import ContextCache, Drafter, DrafterConfig, load_drafter
+from ddtree.server.drafter import ContextCache, Drafter, load_drafter
+from ddtree.server.drafter_config import DrafterConfig
 from ddtree.server.engine import Mode, Request, run
 from ddtree.server.errors import ModelError
 from ddtree.server.load import choose_device, choose_dtype, load_engine, mask_token
