@@ -95,10 +95,11 @@ def bench(
     accept_new_host_key: flags.AcceptNewHostKey = False,
     dry_run: flags.DryRun = False,
 ) -> None:
-    """Measure tokens per second, acceptance and latencies: plain, DFlash and DDTree on the same prompts, in one run.
+    """Measure plain decoding, DFlash and DDTree side by side.
 
-    What runs on the host is measured as it is. With a model, an engine, a profile or variants, servers of its own are launched,
-    warmed, measured in alternating rounds, and stopped. Requests are made on the host itself.
+    Tokens per second, acceptance and latencies, on the same prompts, in one run. What runs on the host is measured as it is. With a
+    model, an engine, a profile or variants, servers of its own are launched, warmed, measured in alternating rounds, and stopped.
+    Requests are made on the host itself.
     """
     from ddtree_deploy.bench import measure, plan, stats
     from ddtree_deploy.bench import prompts as texts
@@ -164,10 +165,11 @@ def tune(
     accept_new_host_key: flags.AcceptNewHostKey = False,
     dry_run: flags.DryRun = False,
 ) -> None:
-    """Find the tree budget that is best at each batch size, and leave it on the host for `launch --budget auto`.
+    """Find the tree budget that is best at each batch size.
 
-    A server without speculation and one for each budget are launched in turn; what a verify pass costs by its tokens is fitted
-    to their rounds, and the budget with the most tokens per second chosen for each number of requests at a time.
+    It is left on the host for `launch --budget auto`. A server without speculation and one for each budget are launched in turn; what
+    a verify pass costs by its tokens is fitted to their rounds, and the budget with the most tokens per second chosen for each number
+    of requests at a time.
     """
     from ddtree_deploy.bench import measure, plan
     from ddtree_deploy.bench import prompts as texts

@@ -251,9 +251,9 @@ def stop(
     transport: flags.Transport = None,
     accept_new_host_key: flags.AcceptNewHostKey = False,
 ) -> None:
-    """Stop a server: let answers in progress end, then end all its processes.
+    """Stop a server, once the answers in progress have ended.
 
-    What it held (port, GPU memory) is looked at afterwards.
+    All its processes end; what it held (port, GPU memory) is looked at afterwards.
     """
     from ddtree_deploy.launch import stop as run
     from ddtree_deploy.render import launch as views
@@ -273,7 +273,10 @@ def restart(
     transport: flags.Transport = None,
     accept_new_host_key: flags.AcceptNewHostKey = False,
 ) -> None:
-    """Stop a server and start it again, as it was launched, from the generation that is live now."""
+    """Stop a server and start it again from what is live now.
+
+    It starts as it was launched.
+    """
     from ddtree_deploy.launch import Options
     from ddtree_deploy.launch import restart as run
     from ddtree_deploy.render import launch as views
@@ -293,7 +296,10 @@ def logs(
     transport: flags.Transport = None,
     accept_new_host_key: flags.AcceptNewHostKey = False,
 ) -> None:
-    """Print what a server wrote: its last lines, from a time on, or as it comes."""
+    """Print what a server wrote.
+
+    Its last lines, those from a time on (--since), or what comes (-f).
+    """
     from ddtree_deploy.launch.lifecycle import follow_log
 
     host = target(name, venv, transport, accept_new_host_key)

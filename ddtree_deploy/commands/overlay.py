@@ -33,7 +33,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands of this family."""
     overlay = typer.Typer(
         name="overlay",
-        help="DDTree inside SGLang: edits for the stock files of a pinned version.",
+        help="DDTree inside SGLang: edits for stock files of its versions.",
         no_args_is_help=True,
         rich_markup_mode=app.rich_markup_mode,
     )

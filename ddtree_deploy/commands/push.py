@@ -47,7 +47,7 @@ def diff(
     files: flags.Files = False,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 3 when something would change.")] = False,
 ) -> int:
-    """Show what a push would change: packages, and files with --files."""
+    """Show what a push would change; with --files also each file."""
     from ddtree_deploy.config import load
     from ddtree_deploy.push.request import PushOptions
     from ddtree_deploy.render import plan_views

@@ -149,6 +149,8 @@ def command(
             ui.acts = acts
             raise typer.Exit(guard(ui, lambda: function(ui, **values), context.command_path, values.get("name")))
 
+        # With rich, typer keeps the ends of our source lines.
+        run.__doc__ = "\n\n".join(" ".join(part.split()) for part in (function.__doc__ or "").split("\n\n"))
         # All that typer needs is in the signature; what it would evaluate once more costs 30 ms at every start.
         run.__annotations__ = {}
         shared = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in COMMON.values()]
