@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 from tests.cli.conftest import run
@@ -15,6 +16,7 @@ def test_the_list_of_commands_cuts_no_sentence() -> None:
 
 def test_prose_flows_on_a_terminal() -> None:
     _code, said = on_a_terminal("push", "--help")
+    said = re.sub(r"\x1b\[[0-9;]*m", "", said)
     prose = said[said.index("The new tree is staged") : said.index("╭")]
     lines = [line.strip() for line in prose.splitlines() if line.strip()]
     # Each line but the last is as long as the first word of the next allows.
