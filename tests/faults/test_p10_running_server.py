@@ -120,7 +120,7 @@ def test_a_push_under_a_running_server_is_asked_about_and_without_a_terminal_ref
     live = world.live()
     with server(world.state / "generations" / "1" / "site-packages") as running:
         refused = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, cwd=world.root)
-        assert refused.returncode == 2 and "1 process on `local` run from this venv" in refused.stderr, refused.stderr
+        assert refused.returncode == 2 and "1 process on `local` runs from this venv" in refused.stderr, refused.stderr
         assert world.live() == live and str(running.process.pid) in refused.stderr
         told = subprocess.run([*argv, "-y"], env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, cwd=world.root)
         assert told.returncode == 0 and f"until restarted: pid {running.process.pid}" in told.stderr, told.stderr
