@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.fixtures.venvs import SITE
 from tests.harness.lab import Lab, Machine, lab_missing, two_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.ssh, pytest.mark.skipif(bool(lab_missing()), reason=lab_missing())]
 
 ROOT = Path(__file__).parent.parent.parent
-SITE = f"/srv/venv/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+LIVE = f"/srv/venv/{SITE}"
 PATCHED = "sglang/srt/speculative/spec_info.py"
 EVERYTHING = [word for name in ("sglang", "transformers", "numpy", "tokenizers", "safetensors") for word in ("--only", name)]
 ADDED = "sglang/srt/speculative/ddtree_utils.py"
@@ -41,7 +42,7 @@ def lab(wheels: Path) -> Iterator[Lab]:
         install(lab["ct129"], everything)
         # The other machine has the same package by its stock wheel, and one that the source does not have.
         install(lab["ct200"], [path for path in everything if "/sglang-" in path or "/numpy-" in path])
-        kept = lab["ct200"].path(SITE) / "only_here.py"
+        kept = lab["ct200"].path(LIVE) / "only_here.py"
         kept.write_text("ANSWER = 42\n")
         yield lab
 
@@ -60,8 +61,8 @@ def ddtree(lab: Lab, *argv: str, expect: int = 0) -> str:
 
 def digest(machine: Machine, path: str) -> str:
     site = Path(str(machine.path("/srv/venv")))
-    live = os.readlink(machine.path(SITE)) if machine.path(SITE).is_symlink() else ""
-    tree = site / live.replace("../../", "") if live else machine.path(SITE)
+    live = os.readlink(machine.path(LIVE)) if machine.path(LIVE).is_symlink() else ""
+    tree = site / live.replace("../../", "") if live else machine.path(LIVE)
     return hashlib.sha256((tree / path).read_bytes()).hexdigest()
 
 
@@ -75,9 +76,9 @@ def test_the_main_job(lab: Lab, tmp_path: Path) -> None:
     source, target = lab["ct129"], lab["ct200"]
     (lab.root / "ddtree.toml").write_text('[hosts.ct129]\nvenv = "/srv/venv"\n[hosts.ct200]\nvenv = "/srv/venv"\n')
     stock = digest(target, PATCHED)
-    patched = source.path(SITE) / PATCHED
+    patched = source.path(LIVE) / PATCHED
     patched.write_bytes(patched.read_bytes() + b"\nPATCHED_BY_HAND = True\n")
-    (source.path(SITE) / ADDED).write_text('"""Added by hand."""\n')
+    (source.path(LIVE) / ADDED).write_text('"""Added by hand."""\n')
 
     # snapshot: the patch and the added file are found, not remembered
     identity = ddtree(lab, "snapshot", "-q", "ct129", "--label", "known-good").strip()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.conftest import COMMAND
 from tests.fixtures.venvs import BASE_PYTHON, SITE, Dist, contents, make_venv
 from tests.harness.lab import Lab, lab_missing, two_hosts
 
@@ -21,7 +21,6 @@ pytestmark = [
 
 HOSTS = tuple(f"h{number}" for number in range(1, 9))
 BROKEN, SLOW, CURRENT = "h3", "h5", "h7"
-COMMAND = [sys.executable, "-c", "from ddtree_deploy.cli import main; main()"]
 NO_DRIVER = "/srv/no-driver"
 KERNEL = f"import os\nif os.path.exists({NO_DRIVER!r}):\n    raise RuntimeError('no driver here')\n"
 

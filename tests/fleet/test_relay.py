@@ -24,10 +24,10 @@ from ddtree_deploy.agent import frames
 from ddtree_deploy.agent.landing import Landing
 from ddtree_deploy.agent.main import Session
 from ddtree_deploy.agent.relay.door import PIPE, Door
+from tests.cli.conftest import COMMAND
 from tests.fixtures.venvs import BASE_PYTHON, SITE, Dist, contents, make_venv
 from tests.harness.lab import Lab, lab_missing, two_hosts
 
-COMMAND = [sys.executable, "-c", "from ddtree_deploy.cli import main; main()"]
 HOSTS = ("h1", "h2", "h3", "h4")
 #: The host key of h4 is on the record of h2 alone.
 KNOWS_H4 = "h2"
