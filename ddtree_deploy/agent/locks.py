@@ -57,6 +57,29 @@ def acquire(found: Layout, who: dict[str, Any], wait: float, aborted: Callable[[
     return fd
 
 
+def stamps(found: Layout) -> str:
+    """Return the file that is locked while the tidying moves the stamps of the live tree's files, which is a second or two."""
+    return found.lock + ".stamps"
+
+
+def steady(found: Layout, seconds: float = 10.0) -> None:
+    """Wait until nobody moves stamps, so that the index vouches for what is there; after `seconds` it is hashed instead."""
+    try:
+        fd = os.open(stamps(found), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return
+    deadline = time.monotonic() + seconds
+    try:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(0.02)
+    finally:
+        os.close(fd)
+
+
 def _is(fd: int, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))

@@ -68,6 +68,7 @@ def scan(session: Session, header: dict[str, Any], _value: object) -> dict[str, 
         return {"python": facts.python_facts(venv_python(found.venv)), "facts": facts.host_facts(found.venv)}
 
     facts = host if repeated else ahead(host)  # other programs are asked, and nvidia-smi takes up to seconds
+    locks.steady(found)
     now_ns = time.time_ns()
     directories: dict[str, int] = {}
     entries = walk.walk(root, directories)
@@ -186,6 +187,7 @@ def drift(session: Session, header: dict[str, Any], _value: object) -> dict[str,
     if live is None:
         return {"_big": {"changed": [], "added": [], "removed": [], "unknown": True}}
     root, file = found.tree(live), os.path.join(found.directory(live), "index")
+    locks.steady(found)
     entries = walk.walk(root)
     if layout.Index.seal_of(file) == walk.seal(entries):
         return {"_big": {"changed": [], "added": [], "removed": [], "unknown": False}}

@@ -2,7 +2,8 @@
 
 A new generation starts as a farm of hard links, which is quick; but people edit `.py` files in place, and a rollback must not
 change with them. So once the switch is confirmed, every kept generation that is not live gets private copies of its small
-files. Links also move ctime, so the stamps of the survivors are renewed for inodes whose content is vouched for.
+files. Links also move ctime, so the stamps of the survivors are renewed for inodes whose content is vouched for; who looks in between
+waits for that.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def prune(found: layout.Layout, keep: int, live: int | None) -> list[int]:
     """Remove the generations that may go; return their numbers."""
     gone = prunable(found, keep, live)
     if gone:
-        with _Vouched(found, skip=gone):
+        with _Vouched(found, skip=gone) as vouched:
+            vouched.moving()
             for number in gone:
                 # The record goes first: a directory without one is rubbish that the next push clears.
                 layout.remove(os.path.join(found.directory(number), "generation.json"))
@@ -99,6 +101,7 @@ class _Vouched:
         self.found = found
         self.indexes = {n: layout.Index.load(os.path.join(found.directory(n), "index")) for n in found.numbers() if n not in skip}
         self.known: Known = {}
+        self.fd = -1
         for number, index in self.indexes.items():
             if index is None:
                 continue
@@ -110,7 +113,20 @@ class _Vouched:
     def __enter__(self) -> _Vouched:
         return self
 
+    def moving(self) -> None:
+        """Tell whoever looks (`locks.steady`) that stamps move from now on, until the indexes know the new ones."""
+        if self.fd < 0:
+            self.fd = os.open(locks.stamps(self.found), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(self.fd, fcntl.LOCK_EX)
+
     def __exit__(self, *_exc: object) -> None:
+        try:
+            self._renew()
+        finally:
+            if self.fd >= 0:
+                os.close(self.fd)
+
+    def _renew(self) -> None:
         for number, index in self.indexes.items():
             if index is None:
                 continue
@@ -137,14 +153,14 @@ def separate(found: layout.Layout, wanted: Callable[[], bool]) -> None:
             layout.remove(scratch)
             os.mkdir(scratch)
             try:
-                _separate(found.tree(number), index, scratch, vouched.known, wanted)
+                _separate(found.tree(number), index, scratch, vouched, wanted)
             except (OSError, HostilePath):
                 return  # no room, or somebody is at work in there: the next push tries again
             finally:
                 layout.remove(scratch)
 
 
-def _separate(root: str, index: layout.Index, scratch: str, known: Known, wanted: Callable[[], bool]) -> None:
+def _separate(root: str, index: layout.Index, scratch: str, vouched: _Vouched, wanted: Callable[[], bool]) -> None:
     copies = []
     with Tree(root) as tree:
         for count, entry in enumerate(walk.walk(root)):
@@ -158,12 +174,13 @@ def _separate(root: str, index: layout.Index, scratch: str, known: Known, wanted
                     copies.append((temporary, entry, fresh, row[3]))
         if copies:
             durable.sync_file_system(scratch)  # a rename must not be on the disk before what it names
+            vouched.moving()
         for temporary, entry, fresh, digest in copies:
             at, base = tree.parent(entry[0])
             now = os.stat(base, dir_fd=at, follow_symlinks=False)
             if (now.st_ino, now.st_size, now.st_mtime_ns) == (entry[5], entry[3], entry[6]):
                 os.rename(temporary, base, dst_dir_fd=at)
-                known[(fresh.st_dev, fresh.st_ino)] = (fresh.st_size, fresh.st_mtime_ns, digest)
+                vouched.known[(fresh.st_dev, fresh.st_ino)] = (fresh.st_size, fresh.st_mtime_ns, digest)
 
 
 def _copy(tree: Tree, entry: walk.Entry, temporary: str, digest: str) -> os.stat_result | None:
