@@ -209,10 +209,10 @@ def _place_checks(target: Inventory, result: Manifest, judged: bool = False) -> 
     if left:
         text = "the new generation is made without what can not be carried: " + ", ".join(left[:5])
         out.append(Check("K12", "warn", text, left[:20], "put into the venv what the links point to, or link it again after the push"))
-    if target.facts.get("writable") is False:
+    if space.get("read_only"):  # and so not writable, whoever asks
+        out.append(Check("K12-read-only", "block", "the file system there is read-only", mount, "mount it writable"))
+    elif target.facts.get("writable") is False:
         out.append(Check("K12", "block", f"`{target.venv}` is not writable for this user", (), "connect as its owner, or as root"))
-    if space.get("read_only"):
-        out.append(Check("K12", "block", "the file system there is read-only", mount, "mount it writable"))
     if space.get("noexec"):
         mend = "shared objects can not be loaded from it"
         out.append(Check("K12", "block", "the file system there is mounted noexec", mount, mend))

@@ -11,6 +11,7 @@ from ddtree_deploy.agent.ahead import ahead
 from ddtree_deploy.errors import (
     Incompatible,
     IntegrityFailure,
+    IoProblem,
     NoSpace,
     UsageProblem,
 )
@@ -222,7 +223,7 @@ def _refuse_blocks(plan: Plan) -> None:
     if not plan.blocks:
         return
     first = plan.blocks[0]
-    error = NoSpace if first.id == "K12-space" else Incompatible
+    error = {"K12-space": NoSpace, "K12-read-only": IoProblem}.get(first.id, Incompatible)
     # A check's text says what kind of trouble it is; its evidence names the file, the symbol and who provides it.
     lines = [f"{block.text}: {line}" if line else block.text for block in plan.blocks for line in block.evidence or ("",)]
     solution = plan.oracle.solution if plan.oracle else None

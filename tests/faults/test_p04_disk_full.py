@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddtree_deploy.errors import NoSpace, RestoreUnconfirmed, RevertedAfterFailure
+from ddtree_deploy.errors import IoProblem, NoSpace, RestoreUnconfirmed, RevertedAfterFailure
 from ddtree_deploy.events import Event, Progress, Step
 from ddtree_deploy.snapshot import take
 from ddtree_deploy.store import Store
@@ -38,6 +38,15 @@ def at(world: World, target: Path) -> World:
     moved = World(world.root, world.store, world.source, target, world.snapshot)
     _ = moved.old, moved.new
     return moved
+
+
+def test_a_disk_that_is_read_only_is_an_io_problem_and_not_a_matter_of_who_asks(big: World, tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "disk", 84 * MIB) as disk:
+        world = at(big, old_venv(disk / "venv"))
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        _done, error = outcome(world.push)
+        assert isinstance(error, IoProblem) and "the file system there is read-only" in error.message
+        assert error.mend == "mount it writable" and not error.causes
 
 
 def test_a_disk_of_any_size_is_refused_or_enough(big: World, tmp_path: Path) -> None:
