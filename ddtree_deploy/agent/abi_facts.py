@@ -14,7 +14,7 @@ import stat
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 
-from ddtree_deploy.agent import dists, elf, host_facts, torch_preload, walk
+from ddtree_deploy.agent import dists, elf, host_facts, ld_so, torch_preload, walk
 from ddtree_deploy.agent.paths import HostilePath, parse_link
 
 TYPE_CHECKING = False
@@ -282,7 +282,7 @@ def system(wanted: Iterable[str], host: Facts, env: Mapping[str, str], dirs: Ite
     search = [os.path.realpath(d) for d in env.get("LD_LIBRARY_PATH", "").split(":") if d and os.path.isdir(d)]
     preloads = [path for path in env.get("LD_PRELOAD", "").replace(":", " ").split() if path]
     interpreter = os.path.realpath(host["python"]["executable"])
-    known = host_facts.ld_cache()
+    known = ld_so.cache()
     files: dict[str, Facts] = {}
     cache: dict[str, str] = {}
     program = _packed(elf.read(interpreter))
@@ -297,7 +297,7 @@ def system(wanted: Iterable[str], host: Facts, env: Mapping[str, str], dirs: Ite
         seen.add(soname)
         candidates = [soname] if "/" in soname else [os.path.join(d, soname) for d in search + extra]
         found = known.get(soname) or next(
-            (p for d in host_facts.TRUSTED_DIRS for p in [os.path.join(d, soname)] if os.path.isfile(p)), None
+            (p for d in ld_so.TRUSTED_DIRS for p in [os.path.join(d, soname)] if os.path.isfile(p)), None
         )
         if found:
             cache[soname] = os.path.realpath(found)

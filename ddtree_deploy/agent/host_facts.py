@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import platform
 import re
 import subprocess
 import sys
-from functools import lru_cache
 
-from ddtree_deploy.agent import elf
+from ddtree_deploy.agent import elf, ld_so
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +34,6 @@ PROBE_PYTHON = (
 )
 MAX_CACHE_OBJECTS = 200
 TRITON_VERSION = re.compile(r'"triton_version": ?"([^"]+)"')
-TRUSTED_DIRS = ("/lib64", "/usr/lib64", "/lib", "/usr/lib")
 
 
 def host(root: str, python: str | None, env: Mapping[str, str], home: str) -> Facts:
@@ -49,7 +46,7 @@ def host(root: str, python: str | None, env: Mapping[str, str], home: str) -> Fa
         "driver": driver(),
         "gpus": gpus(),
         "env": {name: env[name] for name in ENVIRONMENT if env.get(name)},
-        "ld_so_conf": _ld_so_conf(),
+        "ld_so_conf": ld_so.directories(),
         "shadowing": _shadowing(env),
         "mounts": {name: mount_of(path) for name, path in (("site", root), ("tmp", env.get("TMPDIR", "/tmp")), ("home", home))},
         "disk": _disk(root),
@@ -97,49 +94,11 @@ def driver() -> Facts:
     out: Facts = {"kernel": None, "user": None, "libcuda": None}
     match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", _read("/proc/driver/nvidia/version") or "")
     out["kernel"] = match.group(1) if match else None
-    path = _loaded_path("libcuda.so.1")
+    path = ld_so.find("libcuda.so.1")
     if path:
         out["libcuda"] = os.path.realpath(path)
         match = re.search(r"libcuda\.so\.(\d+\.[\d.]+)$", out["libcuda"])
         out["user"] = match.group(1) if match else None
-    return out
-
-
-def _loaded_path(soname: str) -> str | None:
-    dirs = [d for d in os.environ.get("LD_LIBRARY_PATH", "").split(":") if d]
-    for directory in dirs:
-        if os.path.isfile(os.path.join(directory, soname)):
-            return os.path.join(directory, soname)
-    found = ld_cache().get(soname)
-    if found and os.path.isfile(found):
-        return found
-    return next((p for d in TRUSTED_DIRS for p in [os.path.join(d, soname)] if os.path.isfile(p)), None)
-
-
-@lru_cache(maxsize=2)
-def ld_cache(path: str = "/etc/ld.so.cache") -> dict[str, str]:
-    """Return {soname: path} of a glibc-ld.so.cache1.1 file, 64-bit entries without hardware condition, first wins.
-
-    Read once a session.
-    """
-    out: dict[str, str] = {}
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-        start = data.find(b"glibc-ld.so.cache1.1")
-        if start < 0:
-            return out
-        count = min(int.from_bytes(data[start + 20 : start + 24], "little"), (len(data) - start) // 24)
-        for index in range(count):
-            at = start + 48 + 24 * index
-            flags, key, value = (int.from_bytes(data[at + i : at + i + 4], "little") for i in (0, 4, 8))
-            hardware = int.from_bytes(data[at + 16 : at + 24], "little")
-            if hardware or flags & 0xFF00 == 0 or key >= len(data) or value >= len(data):
-                continue
-            name, target = (data[start + at : data.find(b"\0", start + at)].decode("utf-8", "replace") for at in (key, value))
-            out.setdefault(name, target)
-    except OSError:
-        pass
     return out
 
 
@@ -180,7 +139,7 @@ def gpus() -> Facts:
     NVML runs in a process of its own: a library that does not fit the kernel module may crash it.
     """
     out: Facts = {"list": [], "driver": None, "cuda": None, "from": None, "error": None}
-    if _loaded_path("libnvidia-ml.so.1"):
+    if ld_so.find("libnvidia-ml.so.1"):
         try:
             argv = [sys.executable, "-I", "-S", "-c", NVML_PROBE]
             done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=30, check=True)
@@ -215,16 +174,6 @@ def gpus() -> Facts:
 
 
 # --- environment, file systems ---------------------------------------------------------------------------------------
-
-
-def _ld_so_conf() -> list[str]:
-    out: list[str] = []
-    for path in ["/etc/ld.so.conf", *sorted(glob.glob("/etc/ld.so.conf.d/*.conf"))]:
-        for line in (_read(path) or "").splitlines():
-            line = line.split("#", 1)[0].strip()
-            if line and not line.startswith("include"):
-                out.append(line)
-    return out
 
 
 def _shadowing(env: Mapping[str, str]) -> list[list[str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddtree_deploy import abi
-from ddtree_deploy.agent import abi_facts, host_facts, torch_preload
+from ddtree_deploy.agent import abi_facts, host_facts, ld_so, torch_preload
 from tests.abi.lab import TORCH_INIT
 
 REPO = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def stub(directory: Path, name: str, text: str, code: int = 0) -> None:
 
 
 def test_gpus_from_nvidia_smi_where_nvml_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_facts, "_loaded_path", lambda soname: None)
+    monkeypatch.setattr(ld_so, "find", lambda soname: None)
     rows = "0, NVIDIA RTX PRO 6000, 12.0, 97887, 580.95.05\n1, NVIDIA H200, 9.0, 143771, 580.95.05"
     stub(tmp_path / "bin", "nvidia-smi", rows)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
@@ -58,7 +58,7 @@ def test_gpus_from_nvidia_smi_where_nvml_is_absent(tmp_path: Path, monkeypatch: 
 
 
 def test_a_driver_that_does_not_answer_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_facts, "_loaded_path", lambda soname: None)
+    monkeypatch.setattr(ld_so, "find", lambda soname: None)
     stub(tmp_path / "bin", "nvidia-smi", "Failed to initialize NVML: Driver/library version mismatch", 18)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     found = host_facts.gpus()
@@ -97,7 +97,7 @@ def test_ld_so_cache_is_read_as_ldconfig_prints_it() -> None:
         name, _, target = line.strip().partition(" => ")
         if target and "64" in name and "hwcap" not in name:
             printed.setdefault(name.split(" ")[0], []).append(target)
-    ours = host_facts.ld_cache()
+    ours = ld_so.cache()
     assert ours and set(ours) == set(printed)
     assert all(target in printed[name] for name, target in ours.items())
 
@@ -109,8 +109,8 @@ def test_ld_so_cache_is_read_as_ldconfig_prints_it() -> None:
 )
 def test_a_broken_ld_so_cache_is_empty_or_short(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "cache").write_bytes(content)
-    assert isinstance(host_facts.ld_cache(str(tmp_path / "cache")), dict)
-    assert host_facts.ld_cache(str(tmp_path / "absent")) == {}
+    assert isinstance(ld_so.cache(str(tmp_path / "cache")), dict)
+    assert ld_so.cache(str(tmp_path / "absent")) == {}
 
 
 # --- torch's preload list --------------------------------------------------------------------------------------------
