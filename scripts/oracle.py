@@ -14,8 +14,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from oracle_bench import PARTS, PURE, Bench, command_line, copy_by_hand, hosts, lay, open_bench
-from oracle_report import Cell, report
+from oracle_trials.bench import PARTS, PURE, Bench, command_line, copy_by_hand, hosts, lay, open_bench
+from oracle_trials.report import Cell, report
 
 from ddtree_deploy import abi
 from ddtree_deploy.abi.closure import importable

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from oracle_bench import PARTS, Bench, command_line, copy_by_hand, hosts, link_over, open_bench
+from oracle_trials.bench import PARTS, Bench, command_line, copy_by_hand, hosts, link_over, open_bench
 
 
 class Story:

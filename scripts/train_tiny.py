@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-import tiny_corpus as text
-from tiny_drafter import block_loss, features_of, start_from_target, written
-from tiny_target import Target
-from tiny_tokens import Stream, prepare
-from tiny_training import DEVICE, WORKING, autocast, log, run_for
+from tiny_pair import corpus as text
+from tiny_pair.drafter import block_loss, features_of, start_from_target, written
+from tiny_pair.target import Target
+from tiny_pair.tokens import Stream, prepare
+from tiny_pair.training import DEVICE, WORKING, autocast, log, run_for
 
 from ddtree.server.drafter import Drafter
 from ddtree.server.drafter_config import DrafterConfig

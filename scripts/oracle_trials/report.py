@@ -8,7 +8,7 @@ import platform
 import subprocess
 from dataclasses import dataclass
 
-from oracle_bench import Bench
+from oracle_trials.bench import Bench
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-from tiny_training import WORKING
 from torch import Tensor, nn
 
 from ddtree.server.drafter import Layer, RMSNorm, Rotary
 from ddtree.server.drafter_config import DrafterConfig
+from tiny_pair.training import WORKING
 
 
 class Body(nn.Module):

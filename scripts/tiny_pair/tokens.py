@@ -6,11 +6,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import tiny_corpus as text
 import torch
-from tiny_training import log
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+
+from tiny_pair import corpus as text
+from tiny_pair.training import log
 
 
 def prepare(out: Path, roots: list[Path], vocab: int, limit_mb: float) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 
 import torch
-from tiny_corpus import MASK
-from tiny_target import Target
-from tiny_tokens import Stream
-from tiny_training import DEVICE, WORKING, log
 from torch import Tensor
 from torch.nn import functional as F
 
 from ddtree.server.drafter import Drafter
+from tiny_pair.corpus import MASK
+from tiny_pair.target import Target
+from tiny_pair.tokens import Stream
+from tiny_pair.training import DEVICE, WORKING, log
 
 
 def written(target: Target, data: Stream, marker: Tensor, rows: int, length: int) -> Tensor:

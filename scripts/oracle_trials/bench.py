@@ -25,7 +25,7 @@ PLATFORMS = (
     "manylinux_2_27", "manylinux_2_28", "manylinux_2_31", "manylinux_2_34", "manylinux_2_35", "linux",
 )  # fmt: skip
 FOLLOWED = re.compile(r"nvidia-|cuda-|triton$")
-PROBE = Path(__file__).with_name("oracle_probe.py")
+PROBE = Path(__file__).with_name("probe.py")
 
 
 def command_line(description: str) -> argparse.ArgumentParser:
