@@ -1,4 +1,4 @@
-"""What effects tell while they work; `render.py` turns events into progress bars, lines, or JSON lines."""
+"""What effects tell while they work; `render/` turns events into progress bars, lines, or JSON lines."""
 
 from __future__ import annotations
 

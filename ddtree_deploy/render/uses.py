@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ddtree_deploy.agent.procs import is_server
-from ddtree_deploy.render.words import plural, some
+from ddtree_deploy.render.words import some
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -18,7 +18,7 @@ HOW = {"maps": "loaded", "exe": "executable", "fd": "open file", "cwd": "working
 
 def processes(count: int) -> str:
     """Say how many processes."""
-    return plural(count, "process" if count == 1 else "processe")
+    return f"{count} {'process' if count == 1 else 'processes'}"
 
 
 def running(host: str, uses: Iterable[Use]) -> str:
