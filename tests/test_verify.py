@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree_deploy.errors import UsageProblem
+from ddtree_deploy.errors import ProofFailed, UsageProblem
 from ddtree_deploy.events import Event, Note
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.models import Plan
@@ -152,3 +152,17 @@ def test_an_unknown_level_and_a_missing_venv_are_usage_problems(tmp_path: Path, 
         verify(local(tmp_path), store, levels=["gpus"])
     with pytest.raises(UsageProblem, match="there is no venv"):
         verify(local(tmp_path / "none"), store)
+
+
+def test_what_is_new_on_the_target_must_import_there_although_nobody_tried_it_on_the_source(tmp_path: Path) -> None:
+    source, target, store = make_venv(tmp_path / "source"), make_venv(tmp_path / "target"), Store.open(tmp_path / "store")
+    install(source, Dist("needs-gpu", "1.0", {"needs_gpu.py": "import no_such_driver\n"}))
+    install(target, Dist("needs-gpu", "0.9", {"needs_gpu.py": "import no_such_driver  # as ever\n"}))
+    untried = take(local(source), store, probe=False).ref.id
+    push(local(target), store, untried, PushOptions(), approve=lambda _plan: True)  # it was broken there before, too
+    before = contents(site(target).resolve())
+    install(source, Dist("new", "1.0", {"new/__init__.py": "import no_such_module\n"}))
+    with pytest.raises(ProofFailed, match="not proved") as refused:
+        push(local(target), store, take(local(source), store, probe=False).ref.id, PushOptions(), approve=lambda _plan: True)
+    assert any("import new" in line for line in refused.value.causes) and not any("needs_gpu" in line for line in refused.value.causes)
+    assert contents(site(target).resolve()) == before

@@ -156,7 +156,8 @@ class PushSteps:
         """Return the failed modules that did not import before either: on the source host, or in the target's live tree."""
         on_source = {row["module"]: row["ok"] for row in source.get("imports", [])}
         known = {module for module in failed if on_source.get(module) is False} | excused(failed)
-        foreign = [module for module in failed if module not in on_source and module not in PROBES]
+        # What is new on the target has nothing to be compared with there: it must import.
+        foreign = [module for module in failed if module not in on_source and module not in PROBES and _was_there(self.plan, module)]
         if foreign and (self.plan.base_generation is not None or self.plan.base):
             rows = self.ask("probe", foreign, venv=self.host.venv, **self._probing()).value
             known |= {row["module"] for row in rows if not row["ok"]}
@@ -215,6 +216,14 @@ class PushSteps:
             raise RevertedAfterFailure(message, causes=failed_lines(proofs))
         message = f"a proof failed on `{self.host.name}`, and its ledger does not say that it went back"
         raise RestoreUnconfirmed(message, causes=failed_lines(proofs))
+
+
+def _was_there(plan: Plan, module: str) -> bool:
+    """Tell whether the target had something of an import package before."""
+    added = {change.path for change in plan.changes if change.sign == "+"}
+    before = [entry.path for entry in plan.result.files if entry.path not in added]
+    before += [change.path for change in plan.changes if change.sign == "-"]
+    return module.partition(".")[0] in {path.partition("/")[0].partition(".")[0] for path in before}
 
 
 def _vouch(seen: Survey) -> list[list[Any]]:
