@@ -17,7 +17,7 @@ import pytest
 from ddtree_deploy.agent.serving.supervisor import offspring
 from ddtree_deploy.demo.story import SOURCE_WHEELS, TARGET_WHEELS
 from tests.faults.harness import EVERYTHING, report
-from tests.launch.conftest import until
+from tests.fixtures.until import until
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 

@@ -29,9 +29,10 @@ from ddtree_deploy.launch.argv import Request
 from tests.faults.harness import EVERYTHING, Killer, kill_points, ledger, outcome, report, thin
 from tests.faults.test_p02_every_command import points
 from tests.faults.test_p02_system_calls import strace_works
+from tests.fixtures.until import until
 from tests.fixtures.venvs import BASE_PYTHON, make_venv
 from tests.fixtures.world import local
-from tests.launch.conftest import end_launches, stand_in, told, until
+from tests.launch.conftest import end_launches, stand_in, told
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(3600 if EVERYTHING else 900)]
 

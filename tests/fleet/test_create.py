@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import run
+from tests.fixtures.until import until
 from tests.fixtures.venvs import Dist, contents, make_venv, site
-from tests.launch.conftest import until
+
+pytestmark = pytest.mark.slow  # several processes a host
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from ddtree_deploy.agent.serving.supervisor import members
 from ddtree_deploy.demo.sshd import free_port
 from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.launch.argv import Request
-from tests.fixtures.until import until as until
 from tests.fixtures.venvs import Dist, make_venv
 
 STAND_IN = Path(__file__).with_name("stand_in.py").read_text("utf-8")

@@ -18,7 +18,8 @@ from ddtree_deploy.hosts.base import Host
 from ddtree_deploy.launch import Options, Stopped, lifecycle, running, start, stop
 from ddtree_deploy.launch.argv import Request
 from ddtree_deploy.launch.lifecycle import begin, open_session, prepare, prove, servers
-from tests.launch.conftest import told, until
+from tests.fixtures.until import until
+from tests.launch.conftest import told
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
