@@ -100,17 +100,6 @@ def objects(paths: Iterable[str]) -> frozenset[str]:
     return frozenset(path for path in paths for name in [path.rpartition("/")[2]] if name.endswith(".so") or ".so." in name)
 
 
-def parents(paths: Iterable[str]) -> set[str]:
-    """Return the directories that paths lie in, at any depth."""
-    out: set[str] = set()
-    for path in paths:
-        at = path.rpartition("/")[0]
-        while at and at not in out:
-            out.add(at)
-            at = at.rpartition("/")[0]
-    return out
-
-
 def below(path: str, places: Collection[str]) -> bool:
     """Tell whether one of `places` (a set) is a parent of `path`; the time depends on its depth, not on how many places there are."""
     at = path.rfind("/")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from packaging.utils import canonicalize_name
 
-from ddtree_deploy.composition import Part, below, objects, parents, replacement
+from ddtree_deploy.agent.paths import parents
+from ddtree_deploy.composition import Part, below, objects, replacement
 from ddtree_deploy.models import Check, Distribution, FileEntry, Inventory, Manifest
 
 

@@ -1,8 +1,8 @@
 """Wait on the main thread so that Ctrl-C is noticed.
 
 Python acts on a signal only on the main thread, but the kernel may hand it to another one, such as one that just starts or runs a
-program and so looks for pending signals: then nothing wakes a main thread that sleeps on a lock (signal(7), "Execution of signal
-handlers"). It sleeps in short turns here.
+program and so looks for pending signals: then nothing wakes a main thread that sleeps on a lock (signal(7), "Signal mask and
+pending signals"). It sleeps in short turns here.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree_deploy.abi.model import Dist, SharedObject, Site, Tree
-from ddtree_deploy.composition import Replacement, below, parents, replacement
+from ddtree_deploy.agent.paths import parents
+from ddtree_deploy.composition import Replacement, below, replacement
 
 SOURCE, TARGET = "source", "target"
 

@@ -8,7 +8,7 @@ import stat
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Container, Iterable
 
 MAX_PATH = 4096
 MAX_NAME = 255
@@ -152,3 +152,14 @@ class Tree:
     def stat(self, path: str) -> os.stat_result:
         at, base = self.parent(path)
         return os.stat(base, dir_fd=at, follow_symlinks=False)
+
+
+def parents(paths: Iterable[str]) -> set[str]:
+    """Return the directories that paths lie in, at any depth."""
+    out: set[str] = set()
+    for path in paths:
+        at = path.rpartition("/")[0]
+        while at and at not in out:
+            out.add(at)
+            at = at.rpartition("/")[0]
+    return out

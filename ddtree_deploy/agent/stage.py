@@ -7,7 +7,7 @@ import shutil
 
 from ddtree_deploy.agent import durable, layout, objects, walk
 from ddtree_deploy.agent.failure import Failure
-from ddtree_deploy.agent.paths import HostilePath, Tree, parse, parse_link
+from ddtree_deploy.agent.paths import HostilePath, Tree, parents, parse, parse_link
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -58,15 +58,9 @@ def parse_result(rows: object) -> list[Wanted]:
 
 def _shadows(wanted: dict[str, Wanted]) -> list[str]:
     """Return a fault for each file or link that lies where another entry needs a directory."""
-    parents: set[str] = set()
-    for path in wanted:
-        at = path.rpartition("/")[0]
-        while at and at not in parents:
-            parents.add(at)
-            at = at.rpartition("/")[0]
     return [
         "a file behind a link: %r" % path if wanted[path][1] == "l" else "a path below a file: %r" % path
-        for path in sorted(parents.intersection(wanted))
+        for path in sorted(parents(wanted).intersection(wanted))
     ]
 
 
