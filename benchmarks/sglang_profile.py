@@ -21,6 +21,7 @@ from typing import Any
 
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 OURS = ("_tree_kernel", "_walk_kernel", "_flat_mask_kernel", "_group_max_kernel", "_merge_kernel")
+OURS += ("_tree_slots_kernel", "_path_attention_kernel")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ runs share a machine, BOOT_LIMIT (150) is how many seconds the servers may take 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -174,7 +175,7 @@ def leak(servers: list[Server], step: dict[str, Any], prompts: list[list[int]]) 
 
 
 def bench(servers: list[Server], step: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
-    """Time the servers in turns at each concurrency: tokens per second, acceptance, and the waits between tokens."""
+    """Time the servers in turns at each concurrency: tokens per second, acceptance, and the waits between tokens and rounds."""
     new = step.get("new_tokens", 128)
     outcome: dict[str, Any] = {server.name: {} for server in servers}
     for level in step["concurrency"]:
@@ -191,22 +192,22 @@ def bench(servers: list[Server], step: dict[str, Any], prompts: list[list[int]])
                 began = time.monotonic()
                 answers = many(server, jobs, level)
                 seconds = time.monotonic() - began
-                waits = [
-                    (b[0] - a[0]) / max(1, b[1] - a[1])
-                    for answer in answers
-                    for a, b in zip(answer["stamps"], answer["stamps"][1:], strict=False)
-                    for _ in range(max(1, b[1] - a[1]))
+                pieces = [
+                    (b[0] - a[0], max(1, b[1] - a[1])) for answer in answers for a, b in itertools.pairwise(answer["stamps"])
                 ]
-                empty: dict[str, list[Any]] = {"tokens_per_second": [], "acceptance": [], "itl_ms": []}
+                waits = [seconds / tokens for seconds, tokens in pieces for _ in range(tokens)]
+                empty: dict[str, list[Any]] = {"tokens_per_second": [], "acceptance": [], "itl_ms": [], "round_ms": []}
                 cell = outcome[server.name].setdefault(str(level), empty)
                 cell["tokens_per_second"].append(round(sum(len(a["output_ids"]) for a in answers) / seconds, 1))
                 cell["acceptance"].append(acceptance(answers))
                 cuts = statistics.quantiles(waits, n=100)
                 cell["itl_ms"].append([round(1000 * cuts[49], 3), round(1000 * cuts[98], 3)])
+                # A streamed piece is what one round brought.
+                cell["round_ms"].append(round(1000 * statistics.median(seconds for seconds, _ in pieces), 3))
         for server in servers:
             cell = outcome[server.name][str(level)]
             rate = statistics.median(cell["tokens_per_second"])
-            log("bench", f"c{level}", server.name, rate, cell["acceptance"][0], cell["itl_ms"][0])
+            log("bench", f"c{level}", server.name, rate, cell["acceptance"][0], cell["itl_ms"][0], cell["round_ms"])
     return outcome
 
 

@@ -40,7 +40,7 @@ def steps(names: Sequence[str], concurrency: Sequence[int], repeats: int, new_to
 
 
 def rows(outcome: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield concurrency, server, tokens/s, x plain, x dflash, acceptance, ITL p50 and p99 (ms) of a `bench` step's outcome."""
+    """Yield concurrency, server, tokens/s, x plain, x dflash, acceptance, ITL p50 and p99, round (ms) of a `bench` step's outcome."""
     levels = sorted({int(level) for cells in outcome.values() for level in cells})
     for level in levels:
         rate = {name: statistics.median(cells[str(level)]["tokens_per_second"]) for name, cells in outcome.items() if str(level) in cells}
@@ -49,6 +49,7 @@ def rows(outcome: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
             ratios = [f"{value / rate[other]:.2f}" if other in rate else "" for other in ("plain", "dflash")]
             accepted = [one for one in cell["acceptance"] if one is not None]
             waits = [f"{statistics.median(pair[place] for pair in cell['itl_ms']):.2f}" for place in (0, 1)]
+            waits.append(f"{statistics.median(cell['round_ms']):.2f}")
             yield str(level), name, f"{value:.0f}", *ratios, f"{statistics.mean(accepted):.2f}" if accepted else "", *waits
 
 
@@ -71,8 +72,8 @@ def show(result: Mapping[str, Any]) -> None:
     """Print the table and the choice of every `bench` step."""
     for step in result["steps"]:
         if step["do"] == "bench":
-            print("| at a time | server | tokens/s | x plain | x dflash | acceptance | ITL p50 ms | p99 |")
-            print("|---|---|---|---|---|---|---|---|")
+            print("| at a time | server | tokens/s | x plain | x dflash | acceptance | ITL p50 ms | p99 | round ms |")
+            print("|---|---|---|---|---|---|---|---|---|")
             for row in rows(step["outcome"]):
                 print(f"| {' | '.join(row)} |")
             print(f"\nbudget table: {choice(step['outcome'])}\n")

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ddtree.tree import TreeBatch
-from ddtree.walk import WalkBatch
 
 try:
     import triton
@@ -56,14 +55,13 @@ if triton is not None:
         parents_ptr,  # [bs, n] int64
         valid_ptr,  # [bs] int64
         next_ptr,  # [bs, n] int64
-        path_ptr,  # [bs, steps] int64
-        emitted_ptr,  # [bs, steps] int64
-        lengths_ptr,  # [bs] int64
+        walk_ptr,  # [bs, 2 * steps + 1] int64: path, tokens, length
         n,
         steps,
         N_BLOCK: tl.constexpr,
     ):
         request = tl.program_id(0)
+        walk_ptr += request * (2 * steps + 1)
         index = tl.arange(0, N_BLOCK)
         valid = tl.load(valid_ptr + request)
         tokens = tl.load(tokens_ptr + request * n + index, mask=index < n, other=-1)
@@ -75,12 +73,12 @@ if triton is not None:
         for step in range(steps):
             live = node >= 0
             token = tl.load(next_ptr + request * n + node, mask=live, other=-1)
-            tl.store(path_ptr + request * steps + step, node)
-            tl.store(emitted_ptr + request * steps + step, token)
+            tl.store(walk_ptr + step, node)
+            tl.store(walk_ptr + steps + step, token)
             length += live.to(tl.int64)
             child = tl.where((parents == node) & (tokens == token), index, -1)
             node = tl.where(live, tl.max(child, axis=0).to(tl.int64), -1)
-        tl.store(lengths_ptr + request, length)
+        tl.store(walk_ptr + 2 * steps, length)
 
 
 def flat_mask_triton(
@@ -102,16 +100,17 @@ def flat_mask_triton(
     return out[:size]
 
 
-def greedy_walk_triton(trees: TreeBatch, target_next: Tensor, max_depth: int) -> WalkBatch:
-    """Return what `greedy_walk_batch` returns, in one launch; `target_next` is int64 `[bs, n]`, contiguous."""
+def greedy_walk_triton(trees: TreeBatch, target_next: Tensor, max_depth: int) -> Tensor:
+    """Return what `greedy_walk_batch` returns as one tensor, in one launch; `target_next` is int64 `[bs, n]`, contiguous.
+
+    The result is `[bs, 2 * steps + 1]`: path, tokens, length, with `max_depth + 1` steps.
+    """
     bs, n = trees.tokens.shape
     steps = max_depth + 1
-    device = trees.tokens.device
-    path, tokens = torch.empty((2, bs, steps), dtype=torch.int64, device=device).unbind(0)
-    lengths = torch.empty(bs, dtype=torch.int64, device=device)
+    walk = torch.empty((bs, 2 * steps + 1), dtype=torch.int64, device=trees.tokens.device)
     _walk_kernel[(bs,)](
-        *(trees.tokens, trees.parents, trees.n_valid, target_next, path, tokens, lengths, n, steps),
+        *(trees.tokens, trees.parents, trees.n_valid, target_next, walk, n, steps),
         N_BLOCK=triton.next_power_of_2(n),
         num_warps=1,
     )
-    return WalkBatch(path, tokens, lengths)
+    return walk

@@ -6,6 +6,8 @@ from sglang_overlay.contract import Symbol
 
 SRT = "sglang/srt/"
 SPEC = SRT + "speculative/"
+FA3 = SRT + "layers/attention/flashattention_backend.py"
+CAPTURE = ("bs", "req_pool_indices", "seq_lens", "encoder_lens", "forward_mode", "spec_info")
 
 FIRST_WORKER: tuple[Symbol, ...] = (
     Symbol(
@@ -185,6 +187,45 @@ FIRST_WORKER: tuple[Symbol, ...] = (
         "ModelConfig",
         members=("attention_arch", "context_len", "hf_config", "is_multimodal", "model_path", "vocab_size"),
     ),
+    Symbol(
+        FA3,
+        "FlashAttentionBackend",
+        params=("model_runner",),
+        members=(
+            "_get_scheduler_metadata",
+            "device",
+            "fa_impl_ver",
+            "head_dim",
+            "init_cuda_graph_state",
+            "init_forward_metadata",
+            "kv_cache_dtype",
+            "max_context_len",
+            "num_attention_heads",
+            "num_kv_heads",
+            "num_splits",
+            "page_size",
+            "req_to_token",
+            "speculative_num_draft_tokens",
+        ),
+    ),
+    Symbol(FA3, "FlashAttentionBackend.init_forward_metadata_capture_cuda_graph", params=(*CAPTURE, "num_tokens")),
+    Symbol(
+        FA3,
+        "FlashAttentionBackend.init_forward_metadata_replay_cuda_graph",
+        params=(*CAPTURE, "seq_lens_sum", "seq_lens_cpu", "out_cache_loc"),
+    ),
+    Symbol(
+        FA3,
+        "FlashAttentionBackend.forward_extend",
+        params=("q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
+    ),
+    Symbol(FA3, "flash_attn_with_kvcache"),
+    Symbol(
+        SRT + "layers/radix_attention.py",
+        "RadixAttention",
+        members=("head_dim", "k_scale", "layer_id", "scaling", "tp_q_head_num", "v_head_dim", "v_scale"),
+    ),
+    Symbol(SRT + "mem_cache/memory_pool.py", "KVCache", members=("get_kv_buffer", "set_kv_buffer")),
     Symbol(SRT + "layers/vocab_parallel_embedding.py", "VocabParallelEmbedding", members=("shard_indices",)),
     Symbol(
         SRT + "layers/vocab_parallel_embedding.py",

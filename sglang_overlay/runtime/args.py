@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ REFUSED_TARGETS = {
     "KimiK25ForConditionalGeneration": "tree masks are untested with multi-head latent attention",
 }
 BACKENDS = ("triton", "flashinfer", "fa3")
+#: Set to anything: leave the trees of fa3 to SGLang's own two calls, to compare with them.
+STOCK_ATTENTION = "SGLANG_DDTREE_STOCK_ATTENTION"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +196,11 @@ def resolve_server_args(args: Any) -> None:
     logger.info("DDTREE: budgets by batch size %s, block size %d, top-k %d", rungs, block, args.speculative_ddtree_topk)
 
 
+def takes_over(args: Any) -> bool:
+    """Return whether the target attends to trees by our kernel; else SGLang's backend has a form for them."""
+    return "fa3" in args.get_attention_backends() and not os.environ.get(STOCK_ATTENTION)
+
+
 def _size_graphs(args: Any, rungs: tuple[Rung, ...]) -> None:
     """Give each runner the batch sizes that it will see, and no more than fit the buffers' limit."""
     all_sizes = sorted(args.cuda_graph_bs or [])
@@ -216,7 +224,8 @@ def _size_graphs(args: Any, rungs: tuple[Rung, ...]) -> None:
         plan[rung.budget] = sorted(set(plan.get(rung.budget, []) + sizes))
     args.ddtree_graph_bs = plan
     widest = max(rung.budget for rung in rungs)
-    args.cuda_graph_bs = plan[widest] or all_sizes[:1]
+    # SGLang captures its own attention first. Where ours replaces that, one size is enough.
+    args.cuda_graph_bs = plan[widest][: 1 if takes_over(args) else None] or all_sizes[:1]
     args.cuda_graph_max_bs = max(args.cuda_graph_bs)
 
 

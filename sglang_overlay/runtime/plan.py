@@ -58,8 +58,9 @@ class Plan:
         """
         unused: Any = self.parents
         trees = TreeBatch(self.tokens, self.parents, unused, unused, self.n_valid)
-        step = greedy_walk_triton if chosen.is_cuda else greedy_walk_batch
-        walks = step(trees, chosen, self.depth)
+        if chosen.is_cuda:
+            return greedy_walk_triton(trees, chosen, self.depth)
+        walks = greedy_walk_batch(trees, chosen, self.depth)
         return torch.cat((walks.path, walks.tokens, walks.lengths[:, None]), dim=1)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_overlay.runtime.args import NAME, Rung, logger, narrow_draft_args, parse_rungs
+from sglang_overlay.runtime.args import NAME, Rung, logger, narrow_draft_args, parse_rungs, takes_over
 from sglang_overlay.runtime.built import EDITED_FILES, READ_FILES
+from sglang_overlay.runtime.fa3 import tree_attention_class
 from sglang_overlay.runtime.plan import Head, Plan, make_trees, must_agree
 from sglang_overlay.runtime.replay import Replay
 from sglang_overlay.runtime.requests import refusing
@@ -34,6 +36,7 @@ class Stage:
     backend: Any
     graphs: Any
     trees: Replay
+    reads_mask: bool  # whether the backend attends by a mask, or has its own way to see the tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ def prepare_verify(worker: Any, batch: Any, hidden: Tensor, roots: Tensor) -> No
     tokens, parents, n_valid, positions = stage.trees(hidden, roots, batch.seq_lens)
     plan = Plan(tokens, parents, n_valid, positions, worker.block_size - 1)
     _enter(worker.model_runner, stage)
-    verify = _verify_input(plan)
+    verify = _verify_input(plan, stage.reads_mask)
     verify.prepare_for_verify(batch, worker.page_size)
     batch.forward_mode = _forward_mode("TARGET_VERIFY")
     batch.spec_info = verify
@@ -172,9 +175,11 @@ def output_head(runner: Any) -> Head:
 def _stage(args: Any, runner: Any, rung: Rung, head: Head) -> Stage:
     sizes: list[int] = args.ddtree_graph_bs.get(rung.budget, [])
     backend, graphs = runner.attn_backend, runner.graph_runner
-    if rung.width != args.speculative_num_draft_tokens:
-        backend, graphs = _target_for(args, runner, rung, sizes)
     block = args.speculative_dflash_block_size
+    ours = takes_over(args)
+    if ours or rung.width != args.speculative_num_draft_tokens:
+        make = functools.partial(tree_attention_class(), max_depth=block - 1) if ours else _stock_attention
+        backend, graphs = _target_for(args, runner, rung, sizes, make)
     topk = min(args.speculative_ddtree_topk, rung.budget)
 
     def trees(hidden: Tensor, roots: Tensor, seq_lens: Tensor) -> tuple[Tensor, ...]:
@@ -191,10 +196,14 @@ def _stage(args: Any, runner: Any, rung: Rung, head: Head) -> Stage:
         hidden = torch.zeros((most, block - 1, head.weight.shape[1]), dtype=runner.dtype, device=runner.device)
         seq_lens = torch.ones(most, dtype=torch.int64, device=runner.device)
         replay = Replay(trees, (hidden, roots, seq_lens), sizes if head.gather is None else [])
-    return Stage(rung, backend, graphs, replay)
+    return Stage(rung, backend, graphs, replay, not ours)
 
 
-def _target_for(args: Any, runner: Any, rung: Rung, sizes: Sequence[int]) -> tuple[Any, Any]:
+def _stock_attention(runner: Any) -> Any:
+    return runner._get_attention_backend(init_new_workspace=True)
+
+
+def _target_for(args: Any, runner: Any, rung: Rung, sizes: Sequence[int], make: Callable[[Any], Any]) -> tuple[Any, Any]:
     """Give the target a second attention backend and graph set for another width; it keeps the ones it has."""
     from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
 
@@ -202,7 +211,7 @@ def _target_for(args: Any, runner: Any, rung: Rung, sizes: Sequence[int]) -> tup
     saved_workspace = runner.init_new_workspace
     args.speculative_num_draft_tokens = rung.width
     try:
-        backend = runner._get_attention_backend(init_new_workspace=True)
+        backend = make(runner)
         graphs = None
         if sizes:
             args.cuda_graph_bs, args.cuda_graph_max_bs = list(sizes), max(sizes)
@@ -218,14 +227,14 @@ def _enter(runner: Any, stage: Stage) -> None:
     runner.attn_backend, runner.graph_runner = stage.backend, stage.graphs
 
 
-def _verify_input(plan: Plan) -> Any:
+def _verify_input(plan: Plan, reads_mask: bool) -> Any:
     verify = verify_input_class()(
         draft_token=plan.tokens.reshape(-1),
         positions=plan.positions.reshape(-1),
         draft_token_num=plan.width,
         topk=2,
     )
-    verify.plan = plan
+    verify.plan, verify.reads_mask = plan, reads_mask
     return verify
 
 
@@ -266,8 +275,8 @@ def _borrowed(runner: Any, stage: Stage, graphs: Any, batch: int) -> Iterator[An
             tails.append(part[length:])
             at += length + n
         seq_lens = torch.tensor(lengths, dtype=torch.int64, device=runner.device)
-        info = _verify_input(plan)
-        info.custom_mask = plan.mask(seq_lens, sum(lengths))
+        info = _verify_input(plan, stage.reads_mask)
+        info.custom_mask = plan.mask(seq_lens, sum(lengths)) if stage.reads_mask else None
         forward = ForwardBatch(
             forward_mode=_forward_mode("TARGET_VERIFY"),
             batch_size=batch,

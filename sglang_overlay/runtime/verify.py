@@ -105,14 +105,15 @@ def verify_input_class() -> Any:
     from sglang.srt.speculative.spec_utils import assign_req_to_token_pool_func
 
     class DDTreeVerifyInput(DFlashVerifyInput):  # type: ignore[misc]
-        """A verify input whose tokens form a tree; set its `plan` before use."""
+        """A verify input whose tokens form a tree; set its `plan` before use, and whether attention reads a mask."""
 
         plan: Plan
+        reads_mask: bool
 
         def prepare_for_verify(self, batch: Any, page_size: int, *, build_custom_mask: bool = True) -> None:  # noqa: ARG002
             """Allocate the slots as DFLASH does, and attend along the tree."""
             super().prepare_for_verify(batch, page_size, build_custom_mask=False)
-            if not batch.forward_mode.is_idle():
+            if self.reads_mask and not batch.forward_mode.is_idle():
                 self.custom_mask = self.plan.mask(batch.seq_lens, int(batch.seq_lens_sum))
 
         def verify(self, *, batch: Any, logits_output: Any, page_size: int) -> Any:  # noqa: ARG002

@@ -172,7 +172,7 @@ def one_round(rng, order, live, table, allocator, written) -> int:
         device="cpu",
         batch_size=lambda: len(order),
     )
-    verify = ddtree_utils._verify_input(plan)
+    verify = ddtree_utils._verify_input(plan, reads_mask=True)
     assert isinstance(verify, DFlashVerifyInput)
     verify.prepare_for_verify(batch, 1)
     n = plan.width

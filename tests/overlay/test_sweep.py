@@ -13,7 +13,7 @@ SWEEP = [sys.executable, str(ROOT / "benchmarks/sglang_sweep.py")]
 
 
 def cell(rate: float, accepted: float | None = None) -> dict[str, object]:
-    return {"tokens_per_second": [rate - 1, rate, rate + 9], "acceptance": [accepted], "itl_ms": [[1.0, 2.0]]}
+    return {"tokens_per_second": [rate - 1, rate, rate + 9], "acceptance": [accepted], "itl_ms": [[1.0, 2.0]], "round_ms": [4.0]}
 
 
 def test_a_server_for_each_budget_and_table(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_the_table_names_ratios_and_the_fastest_budget_of_each_batch(tmp_path: P
     }
     (tmp_path / "result.json").write_text(json.dumps({"steps": [{"do": "greedy"}, {"do": "bench", "outcome": outcome}]}))
     shown = subprocess.run([*SWEEP, "table", str(tmp_path / "result.json")], check=True, capture_output=True, text=True).stdout
-    assert "| 4 | ddtree 31 | 650 | 1.62 | 1.30 | 3.00 | 1.00 | 2.00 |" in shown.splitlines()
+    assert "| 4 | ddtree 31 | 650 | 1.62 | 1.30 | 3.00 | 1.00 | 2.00 | 4.00 |" in shown.splitlines()
     assert shown.rstrip().endswith("budget table: 4:31,32:7")
 
 

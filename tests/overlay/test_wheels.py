@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -225,8 +226,8 @@ def test_the_command_line_says_what_it_did(site: Path) -> None:
     assert "error: 1 of 4 files" in refused.stderr and "\n\nhint: " in refused.stderr
 
 
-def play(script: str, site: Path, width: int, rounds: int) -> str:
-    command = [sys.executable, str(Path(__file__).with_name(script)), str(site), str(width), str(rounds)]
+def play(script: str, site: Path, *numbers: int) -> str:
+    command = [sys.executable, str(Path(__file__).with_name(script)), str(site), *map(str, numbers)]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=280, env=env)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -244,3 +245,10 @@ def test_slots_and_outputs_add_up_in_sglangs_own_pools(site: Path, width: int, r
 def test_rounds_of_the_latest_adapter_add_up_on_sglangs_own_worker(stock: Stock, width: int, rounds: int) -> None:
     """Stock 0.5.23 drafts until our exception; tree, mask, host bounds, commit and both caches are checked each round."""
     assert f"rounds: {rounds}, width: {width}" in play("v2_rounds.py", stock("0.5.23"), width, rounds)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("version", ["0.5.11", "0.5.12.post1"])
+def test_nodes_attend_as_they_do_by_sglangs_own_fa3_backend(stock: Stock, version: str) -> None:
+    """Eagerly, and with what a replayed graph reads; whole batches, and one that is filled up."""
+    assert play("fa3_rounds.py", stock(version)) == "equal\n"
