@@ -233,7 +233,9 @@ def main() -> None:
         while [server for server in servers if not server.poll()] and time.monotonic() - START < limit:
             time.sleep(0.3)
         up = {server.name: server for server in servers if server.up_after is not None}
-        result["servers"] = {s.name: {"up_after": s.up_after, "args": s.case["args"], **s.facts} for s in servers}
+        result["servers"] = {
+            s.name: {"up_after": s.up_after, "memory_mib": s.memory_mib(), "args": s.case["args"], **s.facts} for s in servers
+        }
         for server in servers:
             if server.name not in up and server.failure is None:
                 log("not up", server.name, server.log.read_text(errors="replace")[-1500:])

@@ -17,6 +17,8 @@ from typing import Any
 
 START = time.monotonic()
 COMMON = ["--host", "127.0.0.1", "--grammar-backend", "none", "--mem-fraction-static", "0.6", "--random-seed", "0"]
+# The servers that wait leave the cores to the one that is measured.
+COMMON += ["--sleep-on-idle"]
 
 
 def log(*words: object) -> None:
@@ -73,6 +75,17 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             if self.process is not None:
                 os.killpg(self.process.pid, signal.SIGKILL)
+
+    def memory_mib(self) -> int | None:
+        """Return the GPU memory of the server's processes; None where the driver does not tell."""
+        query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+        found = 0
+        for line in subprocess.run(query, check=False, capture_output=True, text=True).stdout.splitlines():
+            pid, _, used = line.partition(",")
+            with contextlib.suppress(ValueError, ProcessLookupError):
+                if self.process is not None and os.getsid(int(pid)) == self.process.pid:
+                    found += int(used)
+        return found or None
 
     def ask(self, ids: list[int], **params: Any) -> dict[str, Any]:
         """Generate; returns SGLang's answer with `stamps`, the time of each piece that arrived and its token count."""

@@ -62,14 +62,12 @@ def _count_accepted(req: Any, accepted: int) -> None:
         req.update_spec_correct_drafts_histogram(accepted)
 
 
-def to_device(commit: Commit, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Send a commit in one copy; returns lengths int32, last tokens, keep and free int64."""
-    sizes = [len(part) for part in (commit.lengths, commit.last_tokens, commit.keep, commit.free)]
-    flat = torch.tensor([*commit.lengths, *commit.last_tokens, *commit.keep, *commit.free], dtype=torch.int64)
-    if torch.device(device).type == "cuda":
-        flat = flat.pin_memory()
-    lengths, last_tokens, keep, free = torch.split(flat.to(device, non_blocking=True), sizes)
-    return lengths.to(torch.int32), last_tokens, keep, free
+def to_device(commit: Commit, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
+    """Send a commit in one copy; returns lengths, last tokens, and the slots to keep with those to free behind them, int64."""
+    numbers = [*commit.lengths, *commit.last_tokens, *commit.keep, *commit.free]
+    flat = torch.tensor(numbers, dtype=torch.int64, pin_memory=torch.device(device).type == "cuda").to(device, non_blocking=True)
+    bs = len(commit.lengths)
+    return flat[:bs], flat[bs : 2 * bs], flat[2 * bs :]
 
 
 def draw_of(sampling_info: Any, reqs: list[Any], device: torch.device) -> Draw:
@@ -125,12 +123,13 @@ def verify_input_class() -> Any:
             n = plan.width
             chosen = target_choices(logits_output.next_token_logits, plan, batch.sampling_info, reqs)
             commit = append_walks(reqs, plan.walk(chosen).tolist(), n)  # the round's one copy to the host
-            lengths, last_tokens, keep, free = to_device(commit, chosen.device)
+            lengths, last_tokens, order = to_device(commit, chosen.device)
 
-            slots = batch.out_cache_loc
-            batch.token_to_kv_pool_allocator.free(slots[free])
-            batch.out_cache_loc = slots[keep]
-            end = batch.seq_lens + lengths.to(batch.seq_lens.dtype)
+            kept = len(commit.keep)
+            slots = batch.out_cache_loc.index_select(0, order)
+            batch.token_to_kv_pool_allocator.free(slots[kept:])
+            batch.out_cache_loc = slots[:kept]
+            end = batch.seq_lens + lengths
             assign_req_to_token_pool_func(
                 batch.req_pool_indices,
                 batch.req_to_token_pool.req_to_token,
@@ -146,8 +145,8 @@ def verify_input_class() -> Any:
             if logits_output.hidden_states is None:
                 raise RuntimeError("DDTREE: the verify forward returned no hidden states")
             hidden = logits_output.hidden_states
-            kept_hidden = hidden.view(len(reqs) * n, -1)[keep]
+            kept_hidden = hidden.view(len(reqs) * n, -1).index_select(0, order[:kept])
             logits_output.hidden_states = None
-            return last_tokens, lengths, kept_hidden, [length - 1 for length in commit.lengths]
+            return last_tokens, lengths.to(torch.int32), kept_hidden, [length - 1 for length in commit.lengths]
 
     return DDTreeVerifyInput
