@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -93,9 +94,8 @@ def tie(engine: Engine, prompt: tuple[int, ...], ours: list[int], plain: list[in
     return abs(float(logits[ours[at]] - logits[plain[at]]))
 
 
-def measure(engines: dict[str, Engine], args: argparse.Namespace) -> list[Sample]:
-    """Decode every prompt with every variant."""
-    samples = []
+def measure(engines: dict[str, Engine], args: argparse.Namespace) -> Iterator[Sample]:
+    """Decode every prompt with every variant; yield as it goes, so that a run that is cut short keeps what it has."""
     names = list(engines)
     work = prompts(engines["plain"], args.prompts)
     for name in names:  # warm-up: kernels, allocator
@@ -113,23 +113,20 @@ def measure(engines: dict[str, Engine], args: argparse.Namespace) -> list[Sample
             for name in names:
                 generation, seconds = done[name]
                 same = generation.tokens == plain
-                samples.append(
-                    Sample(
-                        kind,
-                        number,
-                        temperature,
-                        name,
-                        len(generation.tokens),
-                        generation.stats.rounds,
-                        generation.stats.acceptance_length,
-                        seconds,
-                        same,
-                        None if same else tie(engines["plain"], prompt, generation.tokens, plain),
-                    )
+                yield Sample(
+                    kind,
+                    number,
+                    temperature,
+                    name,
+                    len(generation.tokens),
+                    generation.stats.rounds,
+                    generation.stats.acceptance_length,
+                    seconds,
+                    same,
+                    None if same else tie(engines["plain"], prompt, generation.tokens, plain),
                 )
             print(f"\r{number + 1}/{len(work)} prompts at temperature {temperature:g}", end="", file=sys.stderr)
         print(file=sys.stderr)
-    return samples
 
 
 def table(samples: list[Sample]) -> list[str]:
@@ -196,12 +193,14 @@ def main() -> None:
         torch.cuda.get_device_name() if base.target.device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     )
     head = f"{base.target.layers} layers, {where}, {base.target.dtype}, torch {torch.__version__}, {args.tokens} tokens"
-    samples = measure(variants(base, args.budgets), args)
+    samples: list[Sample] = []
+    for sample in measure(variants(base, args.budgets), args):
+        samples.append(sample)
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps({"setting": head, "samples": [asdict(s) for s in samples]}) + "\n")
     print(head)
     print("\n".join(table(samples)))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"setting": head, "samples": [asdict(s) for s in samples]}) + "\n")
 
 
 if __name__ == "__main__":

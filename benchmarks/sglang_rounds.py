@@ -97,6 +97,7 @@ def gaps(model: str, found: list[tuple[str, list[int], list[int], list[int]]]) -
                 "fp32_gap": round(float(full[a[at]] - full[b[at]]), 4),
                 "bf16_gap": round(float(half[a[at]] - half[b[at]]), 4),
                 "top_two": sorted(top) == sorted([a[at], b[at]]),
+                "below_top": round(float(full.max() - min(full[a[at]], full[b[at]])), 4),
             }
         )
     return rows
