@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -97,3 +98,10 @@ def test_the_modules_options_are_documented(module: Any) -> None:
     task = (ROLE / "tasks/main.yml").read_text()
     defaults = [line.split(":")[0] for line in (ROLE / "defaults/main.yml").read_text().splitlines() if line.startswith("ddtree_")]
     assert len(defaults) >= 10 and all(f"{{{{ {name} }}}}" in task for name in defaults)
+
+
+def test_the_role_hands_each_of_its_variables_to_the_module(module: Any) -> None:
+    given = re.findall(r"^ddtree_(\w+):", (ROLE / "defaults/main.yml").read_text(), re.MULTILINE)
+    passed = re.findall(r'^    (\w+): "\{\{ ddtree_(\w+) \}\}"$', (ROLE / "tasks/main.yml").read_text(), re.MULTILINE)
+    assert given == [variable for _, variable in passed] == [option for option, _ in passed]
+    assert set(given) <= set(module.ARGUMENTS)
