@@ -196,7 +196,7 @@ def bench(servers: list[Server], step: dict[str, Any], prompts: list[list[int]])
                 pieces = [
                     (b[0] - a[0], max(1, b[1] - a[1])) for answer in answers for a, b in itertools.pairwise(answer["stamps"])
                 ]
-                waits = [seconds / tokens for seconds, tokens in pieces for _ in range(tokens)]
+                waits = [gap / tokens for gap, tokens in pieces for _ in range(tokens)]
                 empty: dict[str, list[Any]] = {"tokens_per_second": [], "acceptance": [], "itl_ms": [], "round_ms": []}
                 cell = outcome[server.name].setdefault(str(level), empty)
                 cell["tokens_per_second"].append(round(sum(len(a["output_ids"]) for a in answers) / seconds, 1))
@@ -204,7 +204,7 @@ def bench(servers: list[Server], step: dict[str, Any], prompts: list[list[int]])
                 cuts = statistics.quantiles(waits, n=100)
                 cell["itl_ms"].append([round(1000 * cuts[49], 3), round(1000 * cuts[98], 3)])
                 # A streamed piece is what one round brought.
-                cell["round_ms"].append(round(1000 * statistics.median(seconds for seconds, _ in pieces), 3))
+                cell["round_ms"].append(round(1000 * statistics.median(gap for gap, _ in pieces), 3))
         for server in servers:
             cell = outcome[server.name][str(level)]
             rate = statistics.median(cell["tokens_per_second"])

@@ -3,7 +3,7 @@
 
 A node sees the prefix, which all nodes share, and the path from the root down to itself, which is at most as long as
 the drafted block. So the prefix is left to a kernel for long sequences, and what is here reads the few keys of each
-path and merges both parts by their logsumexp (FlashAttention-2, section 2.3; Hydragen, section 3.1).
+path and merges both parts by their logsumexp (Hydragen, arXiv 2402.05099).
 """
 
 from __future__ import annotations
